@@ -24,7 +24,7 @@ from tests.engines.engines import (
 )
 
 from sync_core import Sender, SendError, SyncError
-from sync_plugin_vllm import VllmTarget
+from sync_plugin_vllm import NotLoadedError, VllmTarget
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -155,6 +155,36 @@ def test_half_a_version_is_known_bad_until_the_next_heals_it(
         assert target.send().updated == (0, 1)
         check_output(generated(llm), model, "2")
         check_output(server.generated(), model, "2")
+
+
+def test_no_engine_loads_what_one_has_not_staged(
+    llm: Any, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_llama(4)
+    target = VllmTarget([llm, server.url], all_or_none=True)
+
+    def fails(timeout: float | None = None) -> None:
+        raise MemoryError(f"no room, within {timeout}")
+
+    with connected(target, model) as sender:
+        target.send()
+        before = make_llama(4)
+        change(model)
+        transfer = llm.llm_engine.model_executor.driver_worker.weight_transfer_engine
+        with monkeypatch.context() as patch:
+            patch.setattr(transfer._receiver, "stage", fails)
+            with pytest.raises(SendError, match=r"staged the versions \[None\]") as raised:
+                target.send()
+        assert raised.value.report.updated == ()
+        assert [engine.state for engine in target.engines] == ["behind", "behind"]
+        assert isinstance(target.engines[1].error, NotLoadedError)
+        assert sender.workers[1].failures == 0
+        check_output(generated(llm), before, "1")
+        check_output(server.generated(), before, "1")
+
+        assert target.send().updated == (0, 1)
+        check_output(generated(llm), model, "3")
+        check_output(server.generated(), model, "3")
 
 
 def test_other_addresses_are_refused(llm: Any, server: Server, tmp_path: Path) -> None:

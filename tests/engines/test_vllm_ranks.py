@@ -69,6 +69,22 @@ def _failing_once(rank: int) -> Any:
     return fail_once
 
 
+def _not_staging_once(rank: int) -> Any:
+    """A function of a worker whose rank stages no version next time."""
+
+    def not_once(worker: Any) -> None:
+        receiver = worker.weight_transfer_engine._receiver
+
+        def fails(timeout: float | None = None) -> None:
+            del receiver.stage
+            raise MemoryError(f"no room on rank {rank}, within {timeout}")
+
+        if worker.rank == rank:
+            receiver.stage = fails
+
+    return not_once
+
+
 def test_two_ranks_have_one_version(llm: Any) -> None:
     model = make_tied(1)
     target = VllmTarget(llm, verify=True)
@@ -89,6 +105,17 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
         assert target.engines[0].state == "bad"
         target.send()
         check_output(generated(llm), model, "4")
+
+    # With all_or_none a rank that has not staged a version is known before any rank loads.
+    with Sender("shm", model, num_workers=2, strategy="checkpoint", timeout=60) as sender:
+        target = VllmTarget(llm, all_or_none=True)
+        target.connect(sender)
+        for rank in (0, 1):
+            llm.collective_rpc(_not_staging_once(rank))
+            with pytest.raises(SendError, match="have staged the versions"):
+                target.send()
+            assert target.engines[0].state == "behind"
+            assert target.send().updated == (0, 1)
 
     # No rank is left connected where the weights do not fit, and vLLM's next call is answered.
     wrong = {name: value for name, value in model.state_dict().items() if "k_proj" not in name}

@@ -28,7 +28,7 @@ from sync_core import (
 )
 from sync_plugin_scale import Sharded, join_addresses
 from sync_plugin_std import lora
-from sync_plugin_vllm import VllmTarget
+from sync_plugin_vllm import NotLoadedError, VllmTarget
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,8 +57,10 @@ class TorchEngine:
         self.fails_in = ""
         self.hangs_in = ""
         self.updating = False
+        self.calls: list[tuple[str, TorchEngine]] = []
 
     def call(self, name: str) -> None:
+        self.calls.append((name, self))
         if self.fails_in == name:
             raise ConnectionError("no engine is there")
         if self.hangs_in in ("", name):
@@ -80,10 +82,19 @@ class TorchEngine:
             raise RuntimeError("start_weight_update called while an update is active")
         self.updating = True
         self.call("start")
-        self.receiver.stage(10)
+        if self.fails_in != "stage":
+            self.receiver.stage(10)
 
     def update_weights(self, request: dict[str, Any]) -> None:
-        assert self.receiver.staged == request["update_info"]["version"]
+        version = request["update_info"]["version"]
+        if request["update_info"].get("check"):
+            if self.receiver.staged != version:
+                self.updating = False
+                raise ValueError(
+                    f"its ranks have staged {[self.receiver.staged]}: no engine is there"
+                )
+            return
+        assert self.receiver.staged == version
         try:
             self.receiver.load()
         except SyncError as error:
@@ -95,9 +106,10 @@ class TorchEngine:
         if not self.updating:
             raise RuntimeError("finish_weight_update called without an update")
         self.updating = False
-        self.receiver.reject(SyncError("not loaded"))
+        self.receiver.reject(NotLoadedError(self.receiver.worker_id, "not loaded"))
 
     def update_weight_version(self, version: str) -> None:
+        self.call("label")
         self.labels.append(version)
 
     def reset_prefix_cache(self) -> None:
@@ -119,8 +131,8 @@ def engines() -> list[TorchEngine]:
     return [TorchEngine(), TorchEngine()]
 
 
-def connected(target: VllmTarget, model: Any) -> Sender:
-    sender = Sender("shm", model, num_workers=target.num_workers, timeout=20)
+def connected(target: VllmTarget, model: Any, **options: Any) -> Sender:
+    sender = Sender("shm", model, num_workers=target.num_workers, timeout=20, **options)
     target.connect(sender)
     return sender
 
@@ -196,6 +208,101 @@ def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine], 
         engines[1].go_on.set()
         assert target._engines[1].thread is not None
         target._engines[1].thread.join(20)
+        assert target.send().updated == (0, 1)
+
+
+def test_engines_take_each_step_together(engines: list[TorchEngine]) -> None:
+    calls: list[tuple[str, TorchEngine]] = []
+    for engine in engines:
+        engine.calls = calls
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines, all_or_none=True, timeout=20)
+    with connected(target, model):
+        assert target.send().updated == (0, 1)
+        assert target.send().updated == (0, 1)
+    steps = ["start", "pause", "load", "label"]
+    assert [name for name, _ in calls] == [step for step in steps * 2 for _ in engines]
+    for engine in engines:
+        assert torch.equal(engine.model.weight, model.weight)
+
+
+def none_loaded(target: VllmTarget, engines: list[TorchEngine], sender: Sender) -> None:
+    """Fail unless the first engine, which is healthy, keeps its weights and runs."""
+    healthy = target.engines[0]
+    assert (healthy.state, healthy.version) == ("behind", 1)
+    assert isinstance(healthy.error, NotLoadedError)
+    assert [engine.labels for engine in engines] == [["1"], ["1"]]
+    assert sender.workers[0].failures == 0
+    assert sender.workers[0].state == "behind"
+    assert not engines[0].updating
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "quarantine"])
+@pytest.mark.parametrize("where", ["start", "stage", "pause"])
+def test_no_engine_loads_what_one_cannot(
+    engines: list[TorchEngine], where: str, on_failure: Any
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines, all_or_none=True, timeout=20)
+    with connected(target, model, on_failure=on_failure) as sender:
+        target.send()
+        old = model.weight.detach().clone()
+        model.weight.data.add_(1.0)
+        engines[1].fails_in = where
+        began = time.monotonic()
+        with pytest.raises(
+            SendError, match=r"did not load version 2: .*no engine is there"
+        ) as raised:
+            target.send()
+        assert time.monotonic() - began < 15
+        report = raised.value.report
+        assert report.quarantined == ((1,) if on_failure == "quarantine" else ())
+        assert report.updated == ()
+        none_loaded(target, engines, sender)
+        for engine in engines:
+            assert torch.equal(engine.model.weight, old)
+
+        # One in quarantine is not waited for, and decides nothing.
+        if on_failure == "quarantine":
+            assert target.send().updated == (0,)
+            assert torch.equal(engines[0].model.weight, model.weight)
+            assert torch.equal(engines[1].model.weight, old)
+        engines[1].fails_in = ""
+        target.send()
+        assert [status.state for status in target.engines] == ["current", "current"]
+        assert torch.equal(engines[1].model.weight, model.weight)
+
+
+@pytest.mark.parametrize("where", ["start", "pause"])
+def test_no_engine_waits_for_one_that_hangs(engines: list[TorchEngine], where: str) -> None:
+    target = VllmTarget(engines, all_or_none=True, timeout=20)
+    with connected(target, torch.nn.Linear(2, 1)) as sender:
+        target.send()
+        engines[1].hangs_in = where
+        engines[1].go_on.clear()
+        with pytest.raises(SendError, match=r"workers 1\): was not in time"):
+            target.send(timeout=1)
+        none_loaded(target, engines, sender)
+        # The engine that hangs cannot be called, so that no engine can be updated.
+        with pytest.raises(SendError, match="the call before has not returned"):
+            target.send()
+        none_loaded(target, engines, sender)
+        engines[1].go_on.set()
+        thread = target._engines[1].thread
+        assert thread is not None
+        thread.join(20)
+        assert target.send().updated == (0, 1)
+
+
+def test_one_that_fails_to_load_is_bad_alone(engines: list[TorchEngine]) -> None:
+    target = VllmTarget(engines, all_or_none=True, timeout=20)
+    with connected(target, torch.nn.Linear(2, 1)):
+        engines[1].fails_in = "load"
+        with pytest.raises(SendError, match="no engine is there") as raised:
+            target.send()
+        assert raised.value.report.updated == (0,)
+        assert [status.state for status in target.engines] == ["current", "bad"]
+        engines[1].fails_in = ""
         assert target.send().updated == (0, 1)
 
 

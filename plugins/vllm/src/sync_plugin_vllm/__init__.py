@@ -7,10 +7,11 @@ vLLM calls `register` in each of its processes, and finds the weight transfer en
 
 from sync_plugin_vllm.clients import EngineError, HttpClient
 from sync_plugin_vllm.target import EngineStatus, VllmTarget
+from sync_plugin_vllm.votes import NotLoadedError
 
 __version__ = "0.1.0"
 
-__all__ = ["EngineError", "EngineStatus", "HttpClient", "VllmTarget", "register"]
+__all__ = ["EngineError", "EngineStatus", "HttpClient", "NotLoadedError", "VllmTarget", "register"]
 
 
 def register() -> None:

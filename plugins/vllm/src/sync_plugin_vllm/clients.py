@@ -40,6 +40,10 @@ class Client(ABC):
         """Stage the newest version."""
 
     @abstractmethod
+    def check(self, version: int, timeout: float) -> None:
+        """Raise unless all ranks have staged a version; nothing is loaded."""
+
+    @abstractmethod
     def pause(self, mode: Pause, timeout: float) -> None:
         """Stop scheduling tokens, and drop the caches of prompts, images and encoders."""
 
@@ -84,6 +88,10 @@ class LlmClient(Client):
 
     def start(self, timeout: float) -> None:
         self.call("start_weight_update", timeout)
+
+    def check(self, version: int, timeout: float) -> None:
+        info = {"version": version, "check": True}
+        self.call("update_weights", timeout, {"update_info": info})
 
     def pause(self, mode: Pause, timeout: float) -> None:
         del mode
@@ -176,6 +184,10 @@ class HttpClient(Client):
 
     def start(self, timeout: float) -> None:
         self.call("start_weight_update", timeout)
+
+    def check(self, version: int, timeout: float) -> None:
+        info = {"version": version, "check": True}
+        self.call("update_weights", timeout, {"update_info": info})
 
     def pause(self, mode: Pause, timeout: float) -> None:
         self.call(f"pause?mode={mode}&clear_cache=true", timeout)

@@ -1,10 +1,11 @@
 """The weight transfer engine ``"sync_core"``: the receiver in each rank of a vLLM engine.
 
-A version takes four calls, all made by `sync_plugin_vllm.VllmTarget` through vLLM:
+A version takes these calls, all made by `sync_plugin_vllm.VllmTarget` through vLLM:
 
 - ``init_transfer_engine``, once: each rank makes a `sync_core.Receiver` from its address;
 - ``start_weight_update``: each rank stages the version, and the model is not touched;
 - ``update_weights``: each rank loads what it staged, if every rank has staged the same version;
+  with ``"check": true`` it only raises where that is not so;
 - ``finish_weight_update``: each rank drops what it may still have staged.
 
 The ranks compare their results after each of these calls, so that they load one version, or none.
@@ -34,6 +35,7 @@ from sync_core.registry import LAYERS, find
 from sync_plugin_vllm.names import check_names, check_tied, is_tied, tied_names
 from sync_plugin_vllm.proof import Proof, check_provable
 from sync_plugin_vllm.reload import Kind, rehearse_loading, reload_weights
+from sync_plugin_vllm.votes import NotLoadedError
 
 _logger = init_logger(__name__)
 
@@ -57,9 +59,11 @@ class SyncCoreUpdateInfo(WeightTransferUpdateInfo):
 
     Args:
         version: the version to load.
+        check: whether to load nothing, and only to raise where a rank has not staged the version.
     """
 
     version: int
+    check: bool = False
 
 
 class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo]):
@@ -132,6 +136,9 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         """Load a version, and answer the sender."""
         receiver = self._connected()
         staged = self._gather(self._staged)
+        if update_info.check:
+            self._check_staged(staged, update_info.version)
+            return
         if any(version != update_info.version for version in staged):
             receiver.reject(
                 SyncError(
@@ -158,13 +165,25 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
 
     def finish_weight_update(self) -> None:
         """Drop what was staged and not loaded."""
-        self._connected().reject(SyncError("was staged, and not loaded"))
+        receiver = self._connected()
+        error = NotLoadedError(
+            receiver.worker_id, "staged the version, and was not told to load it"
+        )
+        receiver.reject(error)
 
     def shutdown(self) -> None:
         """Leave the sender."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    def _check_staged(self, staged: list[int | None], version: int) -> None:
+        """Raise, in the last rank alone, unless all ranks have staged a version."""
+        if all(found == version for found in staged) or self._rank < self._world_size - 1:
+            return
+        # vLLM counts the update as ended in a rank that raises.
+        self.finish_weight_update()
+        raise SyncError(f"its ranks have staged the versions {staged} rather than {version}")
 
     def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Load a whole version, account for every name, and prove it on request.

@@ -22,6 +22,7 @@ from sync_core import (
 )
 from sync_core.checks import check_seconds
 from sync_plugin_vllm.clients import Client, Pause, client_for
+from sync_plugin_vllm.votes import NotLoadedError, Votes
 
 State: TypeAlias = Literal["unconnected", "current", "behind", "bad"]
 
@@ -31,6 +32,13 @@ BAD = "bad"
 #: What labelling an engine and resuming it may each take, also after the deadline, in seconds;
 #: estimate. An engine with whole weights must not stay paused.
 _CONCLUDING = 5.0
+
+# The share of a send's time in which engines are resumed, after one of ``all_or_none`` was late;
+# estimate.
+_RESERVE = 0.1
+
+# The states of workers for which a send does not wait.
+_UNWAITED = ("quarantined", "restarting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,10 @@ class EngineStatus:
     error: Exception | None = None
 
 
+class _OthersFailedError(SyncError):
+    """Another engine has failed, and none loads the version."""
+
+
 @dataclass(slots=True)
 class _Engine:
     """An engine, and the thread of its last call."""
@@ -64,12 +76,19 @@ class _Engine:
     client: Client
     status: EngineStatus
     paused: bool = False
+    #: When it was paused for the last update (`time.perf_counter`).
+    pause_began: float = 0.0
     #: Whether an update was started, and not finished for all that is known.
     unfinished: bool = False
     #: Whether its ranks were asked to load a version, and have not all answered that they did.
     torn: bool = False
     thread: threading.Thread | None = None
     failure: Exception | None = None
+
+    @property
+    def key(self) -> str:
+        """What it is called in a vote; engines in one process have the same name."""
+        return f"{self.status.name} (workers {', '.join(map(str, self.status.worker_ids))})"
 
     def set(self, **changes: Any) -> None:
         """Change the status."""
@@ -92,6 +111,10 @@ class VllmTarget:
         verify: whether each rank compares, after each load, what its layers compute with what was
             sent. A version that fails is not confirmed: the engine is ``"bad"``, and the error
             names the layers.
+        all_or_none: whether engines take each step together: all have staged the version, then
+            all are paused, then all load it, then all are resumed. If one does not come as far as
+            to load, none loads: they fail with `NotLoadedError`, which ``on_failure`` of the
+            sender ignores, and are resumed with the weights that they have.
         timeout: deadline of every call, in seconds; a send has one for all its steps.
 
     Raises:
@@ -108,14 +131,22 @@ class VllmTarget:
     """
 
     def __init__(
-        self, engines: Any, *, pause: Pause = "keep", verify: bool = False, timeout: float = 60.0
+        self,
+        engines: Any,
+        *,
+        pause: Pause = "keep",
+        verify: bool = False,
+        all_or_none: bool = False,
+        timeout: float = 60.0,
     ) -> None:
         if pause not in ("keep", "wait", "abort"):
             raise OptionError(f"pause must be 'keep', 'wait' or 'abort', not {pause!r}")
-        if not isinstance(verify, bool):
-            raise OptionError(f"verify must be True or False, got {verify!r}")
+        for name, given in (("verify", verify), ("all_or_none", all_or_none)):
+            if not isinstance(given, bool):
+                raise OptionError(f"{name} must be True or False, got {given!r}")
         self._pause = pause
         self._verify = verify
+        self._all_or_none = all_or_none
         self._timeout = check_seconds(timeout)
         self._sender: Sender | None = None
         self._engines: list[_Engine] = []
@@ -215,8 +246,9 @@ class VllmTarget:
             A result for each rank; `engines` has one for each engine.
 
         Raises:
-            SendError: some ranks failed; the other engines have the version. An engine that is
-                ``"bad"`` now makes no tokens before a send has healed it, where it can be paused.
+            SendError: some ranks failed; the other engines have the version, or with
+                ``all_or_none`` keep the one before. An engine that is ``"bad"`` now makes no
+                tokens before a send has healed it, where it can be paused.
             SyncError: an engine has the version, and failed afterwards; or none is connected.
         """
         sender = self._connected()
@@ -224,11 +256,13 @@ class VllmTarget:
         deadline = time.monotonic() + seconds
         with self._sending:
             pending = sender.send_async(weights, timeout=seconds)
+            votes = self._votes(pending, deadline - min(_CONCLUDING, _RESERVE * seconds))
             begun = []
             for engine in self._engines:
-                if self._begin(engine, partial(self._update, engine, pending, deadline)):
+                if self._begin(engine, partial(self._update, engine, pending, votes, deadline)):
                     begun.append(engine)
                 else:
+                    votes.fail(engine.key, engine.failure)
                     _fail(engine, pending, engine.failure)
             try:
                 report = pending.wait()
@@ -261,41 +295,79 @@ class VllmTarget:
         engine.client.init(info, _left(deadline))
         engine.set(state="current" if not sender.version else "behind", error=None)
 
-    def _update(self, engine: _Engine, pending: PendingSend, deadline: float) -> None:
+    def _votes(self, pending: PendingSend, deadline: float) -> Votes:
+        """The votes about a version, of those engines for which the send waits."""
+        if not self._all_or_none:
+            return Votes((), deadline)
+        unanswered, statuses = pending.unanswered, self._connected().workers
+        waited = {
+            worker_id
+            for worker_id, status in statuses.items()
+            if worker_id in unanswered or status.state not in _UNWAITED
+        }
+        members = [e.key for e in self._engines if waited.issuperset(e.status.worker_ids)]
+        return Votes(members, deadline)
+
+    def _update(self, engine: _Engine, pending: PendingSend, votes: Votes, deadline: float) -> None:
         """Bring one version into one engine."""
-        client, version = engine.client, pending.version
+        version = pending.version
         deliveries = [
             pending.deliveries[i] for i in engine.status.worker_ids if i in pending.deliveries
         ]
-        began, torn = time.perf_counter(), engine.torn
+        torn, engine.pause_began = engine.torn, time.perf_counter()
         try:
-            if len(deliveries) < len(engine.status.worker_ids):
-                raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
-            if engine.unfinished:
-                # It fails where the engine has not come as far as to start it.
-                with suppress(Exception):
-                    client.finish(_left(deadline))
-            engine.unfinished = True
-            client.start(_left(deadline))
-            began = time.perf_counter()
-            if not engine.paused:
-                engine.paused = True
-                client.pause(self._pause, _left(deadline))
-            seconds = _left(deadline)
-            engine.torn = True
-            client.update(version, seconds)
-            for delivery in deliveries:
-                delivery.wait(_left(deadline))
-            client.finish(_left(deadline))
-            engine.unfinished = False
+            self._bring(engine, version, deliveries, votes, deadline)
+        except _OthersFailedError as others:
+            _not_loaded(engine, deliveries, others)
         except Exception as error:
+            votes.fail(engine.key, error)
             _fail(engine, pending, error)
         if all(delivery.ended and delivery.error is None for delivery in deliveries):
             engine.torn = False
         elif all(d.answer is not None and d.answer.model_state == "kept" for d in deliveries):
             engine.torn = torn
+        votes.pass_on("loaded", engine.key)
         self._conclude(engine, version, deliveries)
-        engine.set(pause_seconds=time.perf_counter() - began)
+        engine.set(pause_seconds=time.perf_counter() - engine.pause_began)
+
+    def _bring(
+        self,
+        engine: _Engine,
+        version: int,
+        deliveries: Sequence[Delivery],
+        votes: Votes,
+        deadline: float,
+    ) -> None:
+        """Stage a version, pause the engine, and load it."""
+        client = engine.client
+        if len(deliveries) < len(engine.status.worker_ids):
+            raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
+        if engine.unfinished:
+            # It fails where the engine has not come as far as to start it.
+            with suppress(Exception):
+                client.finish(_left(deadline))
+        engine.unfinished = True
+        client.start(_left(deadline))
+        if self._all_or_none:
+            _raise_refusal(deliveries)
+            client.check(version, _left(deadline))
+        if not votes.pass_on("staged", engine.key):
+            raise _OthersFailedError(votes.reason)
+        engine.pause_began = time.perf_counter()
+        if not engine.paused:
+            engine.paused = True
+            client.pause(self._pause, _left(deadline))
+        if not votes.pass_on("paused", engine.key):
+            raise _OthersFailedError(votes.reason)
+        # With all_or_none all engines load now, even where the deadline is close.
+        seconds = deadline - time.monotonic()
+        seconds = max(_CONCLUDING, seconds) if self._all_or_none else _left(deadline)
+        engine.torn = True
+        client.update(version, seconds)
+        for delivery in deliveries:
+            delivery.wait(_left(deadline))
+        client.finish(_left(deadline))
+        engine.unfinished = False
 
     def _conclude(self, engine: _Engine, version: int, deliveries: Sequence[Delivery]) -> None:
         """Set the status of an engine, label its outputs, and resume it unless it is torn."""
@@ -355,6 +427,24 @@ def _fail(engine: _Engine, pending: PendingSend, reason: object) -> None:
         if worker_id in pending.deliveries:
             error = WorkerError(worker_id, f"{engine.status.name}: {reason}")
             pending.deliveries[worker_id].fail(error)
+
+
+def _not_loaded(engine: _Engine, deliveries: Sequence[Delivery], reason: Exception) -> None:
+    """Have an engine drop the version that it has staged, since others have not."""
+    for delivery in deliveries:
+        message = f"{engine.status.name} did not load version {delivery.version}: {reason}"
+        delivery.fail(NotLoadedError(delivery.worker_id, message))
+    # Else the next send finishes it.
+    with suppress(Exception):
+        engine.client.finish(_CONCLUDING)
+        engine.unfinished = False
+
+
+def _raise_refusal(deliveries: Sequence[Delivery]) -> None:
+    """Raise the error of a delivery that has failed already."""
+    for delivery in deliveries:
+        if delivery.ended and delivery.error is not None:
+            raise SyncError(str(delivery.error)) from delivery.error
 
 
 def _left(deadline: float) -> float:

@@ -1,0 +1,86 @@
+"""The steps that engines take together, for ``VllmTarget(all_or_none=True)``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Literal, TypeAlias, get_args
+
+from sync_core import TransportError
+
+Step: TypeAlias = Literal["staged", "paused", "loaded"]
+
+
+class NotLoadedError(TransportError):
+    """An engine staged a version and did not load it; it keeps the weights that it has.
+
+    The engine is not at fault, so ``on_failure`` of the sender leaves its workers alone.
+    """
+
+    failure = "vllm-not-loaded"
+
+
+class Votes:
+    """The votes about one version: no engine takes a step before all have taken the one before.
+
+    The steps are ``"staged"``, ``"paused"`` and ``"loaded"``. An engine that fails before all are
+    paused ends the votes, and none loads; one that fails later changes nothing for the others.
+
+    Args:
+        members: the engines that are waited for. Others pass with them, and decide nothing.
+        deadline: by `time.monotonic`; an engine that is later fails.
+
+    Example:
+        >>> votes = Votes(["a", "b"], deadline=time.monotonic() + 1)
+        >>> votes.fail("b", MemoryError("no room"))
+        >>> votes.pass_on("staged", "a"), votes.reason
+        (False, 'b: no room')
+    """
+
+    def __init__(self, members: Iterable[str], deadline: float) -> None:
+        self._changed = threading.Condition()
+        self._deadline = deadline
+        names = tuple(members)
+        self._missing = {step: dict.fromkeys(names) for step in get_args(Step)}
+        # Decided once for each of the first two steps, so that all engines act alike.
+        self._passed: dict[str, bool] = {}
+        self._reason = ""
+
+    @property
+    def reason(self) -> str:
+        """Why no engine loads the version; empty where that is not so."""
+        return self._reason
+
+    def pass_on(self, step: Step, member: str) -> bool:
+        """Take a step, and wait until all have taken it.
+
+        Returns:
+            Whether all have. If not, an engine failed or was late, and `reason` names it.
+        """
+        with self._changed:
+            missing = self._missing[step]
+            missing.pop(member, None)
+            if not missing:
+                self._decide(step, passed=True)
+            while step not in self._passed:
+                if not self._changed.wait(max(0.0, self._deadline - time.monotonic())):
+                    if step != "loaded":
+                        self._reason = self._reason or f"{', '.join(missing)}: was not in time"
+                    self._decide(step, passed=False)
+            return self._passed[step]
+
+    def fail(self, member: str, error: object) -> None:
+        """Note that an engine failed."""
+        with self._changed:
+            for step in ("staged", "paused"):
+                if member in self._missing[step] and step not in self._passed:
+                    self._reason = self._reason or f"{member}: {error}"
+                    self._decide(step, passed=False)
+            self._missing["loaded"].pop(member, None)
+            if self._reason or not self._missing["loaded"]:
+                self._decide("loaded", passed=not self._reason)
+
+    def _decide(self, step: str, *, passed: bool) -> None:
+        self._passed.setdefault(step, passed)
+        self._changed.notify_all()
