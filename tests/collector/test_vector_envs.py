@@ -93,7 +93,7 @@ def test_a_vector_environment_that_resets_when_it_likes() -> None:
     registered = Rigid(2)
     registered.spec = gymnasium.spec("CartPole-v1")
     with pytest.warns(UserWarning, match="vectorization_mode='sync'"):
-        assert collect(as_env(registered), None, 60)["next", "done"].any()
+        assert collect(as_env(registered), Left(), 60)["next", "done"].any()
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, RecordEpisodeStatistics])
@@ -154,7 +154,7 @@ def test_a_vector_environment_that_cannot_reset_a_part() -> None:
         vectorization_mode="sync",
         wrappers=[gymnasium.wrappers.NormalizeObservation],
     )
-    assert collect(as_env(each), None, 200)["next", "done"].sum() > 2
+    assert collect(as_env(each), Left(), 200)["next", "done"].sum() > 2
 
 
 @pytest.mark.parametrize("reward", [None, 1.0, [1.0], np.ones((3, 1)), [1.0, [2.0], 3.0]])
