@@ -182,3 +182,16 @@ def test_a_receiver_says_so_and_commits_the_next_version(sender: Sender) -> None
     sender.wait_async()
     receiver.close()
     by_add(target)
+
+
+def test_a_receiver_whose_model_lost_its_memory_closes() -> None:
+    source, target = Model(), Model()
+    with Sender("thread", source, num_workers=1, timeout=5, zero_copy=True) as sender:
+        receiver = Receiver(sender.address(0), target)
+        pending = sender.send_async()
+        receiver.receive()
+        pending.wait()
+        # As sharding does with parameters that are not in use; here, of all that was lent.
+        target.last.weight.untyped_storage().resize_(0)
+        receiver.close()
+        assert target.last.weight.untyped_storage().nbytes() == 0

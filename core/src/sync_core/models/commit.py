@@ -40,8 +40,11 @@ def drop_derived_weights() -> None:
 
 
 def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
-    """Give every tensor that views the memory of ``lent`` its own copy, tied ones the same."""
-    memory = {tensor.untyped_storage().data_ptr() for tensor in lent}
+    """Give every tensor that views the memory of ``lent`` its own copy, tied ones the same.
+
+    A tensor whose memory was taken away, as sharding does, stays without.
+    """
+    memory = {tensor.untyped_storage().data_ptr() for tensor in lent} - {0}
     copies: dict[object, Tensor] = {}
     # In inference mode they would be given memory that cannot be trained.
     with torch.inference_mode(mode=False):
