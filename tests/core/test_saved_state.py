@@ -245,6 +245,16 @@ def test_a_child_that_was_renamed_is_an_error(end: int) -> None:
             send()
 
 
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_class_that_saves_more_is_found(end: int) -> None:
+    models: Any = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+    with connected(*models) as send:
+        send()
+        models[end][0].__class__ = SavesState
+        with pytest.raises(ModelError, match=r"0\.weight\.scale"):
+            send()
+
+
 def test_buffers_are_found_in_dicts_that_were_empty() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     binding = Binding(model)

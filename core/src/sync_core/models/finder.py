@@ -70,12 +70,14 @@ class _MappingFinder:
 class _ModuleFinder:
     # Comparing what the module's dicts hold with what they held costs microseconds per thousand
     # tensors; walking the module costs milliseconds. The dicts themselves may be replaced, as
-    # DeepSpeed and `nn.Module.__setstate__` do, and names moved.
+    # DeepSpeed and `nn.Module.__setstate__` do, names moved, and modules given another class, which
+    # may save more.
     def __init__(self, module: nn.Module, strategy: Strategy) -> None:
         check_flat(module)
         self._module = module
         self._persistent = strategy == "checkpoint"
         self._modules: list[nn.Module] = []
+        self._types: list[type[nn.Module]] = []
         self._dicts: list[Any] = []
         self._filled: list[Any] = []
         self._empty: list[Any] = []
@@ -96,6 +98,7 @@ class _ModuleFinder:
         return (
             bool(self._modules)
             and all(map(operator.is_, dicts, self._dicts))
+            and all(map(operator.is_, map(type, self._modules), self._types))
             and not any(self._empty)
             and list(chain.from_iterable(map(_keys, self._filled))) == self._names
             # As many as names.
@@ -107,6 +110,7 @@ class _ModuleFinder:
         self._found = plain_tensors(self._module, persistent=self._persistent)
         self._has_extra_state = bool(modules_with_extra_state(self._module))
         self._modules = list(self._module.modules())
+        self._types = list(map(type, self._modules))
         self._dicts = list(chain.from_iterable(map(_dicts_of, self._modules)))
         self._filled = [held for held in self._dicts if held]
         self._empty = [held for held in self._dicts if not held]
