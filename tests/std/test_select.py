@@ -93,6 +93,20 @@ def test_a_change_of_what_is_left_out_is_sent() -> None:
     assert equal(source, target)
 
 
+@pytest.mark.parametrize("layer", [Select(trainable=True), Select("*"), Select("*1.*")])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_model_that_has_lost_a_tensor_is_an_error(layer: Any, several: bool) -> None:
+    source, target = net(1.0), net(0.0)
+    models: Any = ({"a": source}, {"a": target}) if several else (source, target)
+    options: Any = {"layers": [layer], "timeout": 5}
+    with Sender(Loopback(), models[0], num_workers=1, **options) as sender:
+        receiver = Receiver(sender.address(0), models[1])
+        push(sender, receiver)
+        source[1].register_parameter("bias", None)
+        with pytest.raises(LayoutMismatchError, match=r"1\.bias.*not in the model"):
+            sender.send()
+
+
 @pytest.mark.parametrize("scheme", [Loopback(), "shm", "dist"])
 @pytest.mark.parametrize(
     "others", [[], ["bf16"], ["zstd", Rename({"*": "net.*"})]], ids=["alone", "bf16", "zstd, names"]

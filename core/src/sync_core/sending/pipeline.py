@@ -114,9 +114,9 @@ class Source:
                 update = Update(self.layout, update.source)
             else:
                 is_own = weights is None or weights is self.model
-                update = conform(
-                    dict(update.items()), self.layout, partial=self._partial, own=is_own
-                )
+                # What the model itself has lost is not held by the workers as the model has it.
+                partial = self._partial and not (is_own and self.found is self.model)
+                update = conform(dict(update.items()), self.layout, partial=partial, own=is_own)
         return update
 
     def own_tensors(self) -> Mapping[str, Tensor]:
