@@ -113,6 +113,98 @@ def test_agents_that_take_turns_or_lack_a_mask() -> None:
         Collector(Pair, None, scheme="none", frames_per_batch=4, action_mask="mask").__next__()
 
 
+def step_of(**changed: Any) -> Any:
+    """Return a method `step` that gives something else in place of what `Pair` gives."""
+    names = ("observations", "rewards", "terminated", "truncated", "infos")
+
+    def step(self: Any, actions: Any) -> Any:
+        given = dict(zip(names, Pair.step(self, actions), strict=True)) | changed
+        return tuple(given[name] for name in names if name in given)
+
+    return step
+
+
+def starting_with(agents: Any) -> Any:
+    def reset(self: Any, seed: Any = None, options: Any = None) -> Any:
+        made = Pair.reset(self)
+        self.agents = agents
+        return made
+
+    return reset
+
+
+def return_again(self: Any, actions: Any) -> Any:
+    made = Pair.step(self, actions)
+    self.agents = ["a", "b"]
+    return made
+
+
+ODD: list[tuple[dict[str, Any], str]] = [
+    ({"reset": starting_with(None)}, "has no 'agents', the list"),
+    ({"reset": starting_with([])}, "has no agents after reset"),
+    ({"reset": starting_with(["a", "c"])}, "has the agent 'c', and possible_agents lists"),
+    ({"reset": starting_with(["a"]), "step": return_again}, "'b' in agents again"),
+    ({"reset": lambda self, **_: {}}, r"reset\(\) must return observations, infos"),
+    ({"step": lambda self, actions: ({}, {}, {}, {})}, r"step\(\) must return observations"),
+    ({"step": step_of(infos=None)}, r"step\(\) must return observations"),
+    ({"step": step_of(observations={})}, "gave no observation of the agent 'a'"),
+    ({"step": step_of(observations={"z": 1})}, "has the agent 'z'"),
+    ({"step": step_of(rewards={"a": 1.0})}, "gave no reward of the agent 'b'"),
+    (
+        {"step": step_of(terminated={"__all__": False})},
+        "gave no flag 'terminated' of the agent 'a'",
+    ),
+    ({"step": step_of(truncated={"a": None, "b": None})}, "gave None for 'truncated'"),
+    ({"step": step_of(observations={"a": np.ones(2), "b": {}})}, "of the agent 'a': 'observation'"),
+    ({"possible_agents": []}, "must list agents, each once"),
+    ({"possible_agents": ["a", "next"]}, "lists 'next', which cannot be"),
+    ({"possible_agents": [0]}, "lists 0, which cannot be"),
+    ({"action_space": {}}, r"has no method action_space\(agent\)"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), ODD, ids=[message for _, message in ODD])
+def test_an_environment_that_breaks_the_interface_is_an_error(
+    changed: dict[str, Any], message: str
+) -> None:
+    odd: Any = type("Odd", (Pair,), changed)
+    with (
+        pytest.raises(RemoteCallError, match=message),
+        Collector(odd, None, scheme="none", frames_per_batch=4) as collector,
+    ):
+        next(collector)
+
+
+def test_an_environment_without_a_list_of_its_agents_is_an_error() -> None:
+    generated: Any = type("Generated", (), {n: v for n, v in vars(Pair).items() if callable(v)})
+    with pytest.raises(TypeError, match="has no 'possible_agents', the list"):
+        as_env(generated())
+
+
+def test_a_policy_that_leaves_out_an_agent_is_an_error() -> None:
+    def one(tensordict: TensorDictBase) -> TensorDictBase:
+        tensordict["a", "action"] = torch.tensor(1)
+        return tensordict
+
+    with (
+        pytest.raises(RemoteCallError, match="gave no action for the agent 'b'"),
+        Collector(Pair, one, scheme="none", frames_per_batch=4) as collector,
+    ):
+        next(collector)
+
+
+def test_an_agent_that_is_not_there_from_the_start_has_left() -> None:
+    class Absent(Pair):
+        reset = starting_with(["b"])
+
+    with Collector(Absent, ones, scheme="none", frames_per_batch=8) as collector:
+        batch = next(collector)
+    assert batch["a", "done"].all()
+    assert not batch["a", "observation"].any()
+    assert not batch["next", "a", "reward"].any()
+    assert batch["next", "done"].flatten().tolist() == [False, False, False, True] * 2
+
+
 class Pool:
     """Three environments that count, stepped as EnvPool steps them."""
 

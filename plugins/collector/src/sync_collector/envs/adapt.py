@@ -213,7 +213,7 @@ class _Gymnasium(EnvironmentAdapter):
     """Single and vector environments of Gymnasium, and those that are like them."""
 
     def accepts(self, made: Any) -> bool:
-        if hasattr(made, "possible_agents"):
+        if _is_of_agents(made):
             return False
         is_single = hasattr(made, "action_space") and hasattr(made, "observation_space")
         return is_single or _is_vector(made)
@@ -235,11 +235,16 @@ def _is_vector(made: Any) -> bool:
     return hasattr(made, "single_action_space") or hasattr(made, "all_env_ids")
 
 
+def _is_of_agents(made: Any) -> bool:
+    """Return whether an environment has several agents, each with its own space."""
+    return hasattr(made, "possible_agents") or callable(getattr(made, "action_space", None))
+
+
 class _PettingZoo(EnvironmentAdapter):
     """Environments of several agents that act at once, as PettingZoo's parallel environments do."""
 
     def accepts(self, made: Any) -> bool:
-        return hasattr(made, "possible_agents") and not hasattr(made, "batch_size")
+        return _is_of_agents(made) and not hasattr(made, "batch_size")
 
     def adapt(self, made: Any, options: EnvOptions) -> Env:
         _check_steps(made)

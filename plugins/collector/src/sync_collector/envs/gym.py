@@ -21,13 +21,11 @@ from sync_collector.envs.arrays import (
     cast,
     put_row,
 )
-from sync_collector.envs.protocol import FLAGS, close_env
+from sync_collector.envs.protocol import RESERVED, close_env
 
 #: The names of entries, whose values are float32 numbers; or a dtype or an `ArraySpec` for each. A
 #: tuple of names is a path into nested dicts.
 InfoKeys: TypeAlias = Sequence[Any] | Mapping[Any, Any]
-
-_RESERVED = {*FLAGS, "reward", "action", "next", "collector", "policy_version"}
 
 
 class InfoReader:
@@ -49,7 +47,7 @@ class InfoReader:
         given = info_keys if isinstance(info_keys, Mapping) else dict.fromkeys(info_keys, "float32")
         self.specs = {key: _spec(key, kind) for key, kind in given.items()}
         for key in self.specs:
-            if key in observed or key in _RESERVED:
+            if key in observed or key in RESERVED:
                 raise ValueError(
                     f"info_keys has {key!r}, which is the name of something else in a frame; let "
                     "the environment give it under another name"
@@ -303,11 +301,7 @@ class GymEnv(ArrayEnv):
             The seed for the next environment in line.
         """
         for env in self._envs:
-            if not _takes_seed(env):
-                raise TypeError(
-                    f"{type(env).__name__}.reset() takes no seed; write it as Gymnasium's "
-                    "environments do: reset(self, *, seed=None, options=None)"
-                )
+            check_takes_seed(env)
             env.reset(seed=seed)
             env.action_space.seed(seed)
             if not static_seed:
@@ -354,10 +348,10 @@ class GymEnv(ArrayEnv):
             raise _of_another_interface(env, "step", wanted)
         observation, reward, terminated, truncated, info = made
         if terminated is not True and terminated is not False:
-            terminated = _flag(terminated, env, "terminated")
+            terminated = flag_of(terminated, env, "terminated")
         if truncated is not True and truncated is not False:
-            truncated = _flag(truncated, env, "truncated")
-        return self._observed(i, observation, info), _scalar(reward, env), terminated, truncated
+            truncated = flag_of(truncated, env, "truncated")
+        return self._observed(i, observation, info), number_of(reward, env), terminated, truncated
 
     def _observed(self, i: int, observation: Any, info: Any) -> Arrays:
         if self._options.action_mask is not None:
@@ -396,9 +390,14 @@ def unwrapped(env: Any) -> Any:
     return getattr(env, "unwrapped", env)
 
 
-def _takes_seed(env: Any) -> bool:
+def check_takes_seed(env: Any) -> None:
+    """Raise `TypeError` unless an environment can be seeded."""
     arguments = inspect.signature(env.reset).parameters
-    return "seed" in arguments or any(one.kind is one.VAR_KEYWORD for one in arguments.values())
+    if not ("seed" in arguments or any(a.kind is a.VAR_KEYWORD for a in arguments.values())):
+        raise TypeError(
+            f"{type(env).__name__}.reset() takes no seed; write it as Gymnasium's environments do: "
+            "reset(self, *, seed=None, options=None)"
+        )
 
 
 def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
@@ -409,7 +408,7 @@ def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
     )
 
 
-def _scalar(reward: Any, env: Any) -> float:
+def number_of(reward: Any, env: Any) -> float:
     """A reward without the dimension of size 1 that some environments give it."""
     try:
         return float(reward.reshape(()) if isinstance(reward, np.ndarray) else reward)
@@ -425,7 +424,7 @@ def wrong_flag(flag: Any, env: Any, name: str, wanted: str) -> TypeError:
     )
 
 
-def _flag(flag: Any, env: Any, name: str) -> bool:
+def flag_of(flag: Any, env: Any, name: str) -> bool:
     """A flag, such as one of numpy or torch, as a bool."""
     value = np.asarray(as_numpy(flag))
     if value.size != 1 or value.dtype.kind not in "biuf":

@@ -11,6 +11,8 @@ from tensordict import TensorDictBase, is_tensor_collection
 
 #: The flags that say whether an episode continues. Each has a trailing dimension of size 1.
 FLAGS = ("done", "terminated", "truncated")
+#: What stands beside the observations in a batch, so that nothing observed has such a name.
+RESERVED = frozenset({*FLAGS, "action", "reward", "next", "policy_version", "collector"})
 
 
 class Env(Protocol):

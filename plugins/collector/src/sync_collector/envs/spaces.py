@@ -13,12 +13,10 @@ import numpy as np
 from gymnasium import spaces
 
 from sync_collector.envs.arrays import ArraySpec, OtherValueError, as_numpy, cast, lacking
-from sync_collector.envs.protocol import FLAGS
+from sync_collector.envs.protocol import RESERVED
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Key: TypeAlias = str | tuple[str, ...]
-#: What stands beside the observations in a batch.
-_TAKEN = frozenset({*FLAGS, "action", "reward", "next", "policy_version", "collector"})
 
 
 class Codec(ABC):
@@ -313,7 +311,7 @@ class ObservationCodec:
     def __init__(self, space: Any, *, categorical: bool) -> None:
         self._nested = isinstance(space, spaces.Dict)
         leaves = dict(_leaves((), space)) if self._nested else {("observation",): space}
-        for name in _TAKEN.intersection(path[0] for path in leaves):
+        for name in RESERVED.intersection(path[0] for path in leaves):
             raise TypeError(
                 f"{name!r} is observed, and a batch has {name!r} of its own; rename it: "
                 "gymnasium.wrappers.TransformObservation"
