@@ -193,7 +193,21 @@ def test_an_environment_of_arrays_keeps_to_its_specs() -> None:
             collect(env, None, 1)
 
 
-@pytest.mark.parametrize("flag", [None, "no", [True, False]], ids=str)
+@pytest.mark.parametrize("value", [[1j, 1], [None, 1.0], ["1", "2"]], ids=str)
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_a_value_that_is_not_a_real_number_is_refused(value: Any, kind: str) -> None:
+    env = Given(spaces.Box(-9, 9, (2,), np.float32), np.array(value), nested=kind == "dict")
+    with pytest.raises(TypeError, match=r"was observed with .*\((complex128|object|<U1)\)"):
+        first_observed(env, kind, categorical=False)
+
+
+def test_a_value_of_another_shape_is_named() -> None:
+    env = Given(spaces.Box(-9, 9, (2,), np.float32), np.zeros((2, 1)))
+    with pytest.raises(TypeError, match=r"observed with the shape \(2, 1\), and .* \(2,\)"):
+        first_observed(env, "single", categorical=False)
+
+
+@pytest.mark.parametrize("flag", [None, "no", [True, False], 0.5, 2, float("nan")], ids=str)
 def test_a_flag_is_true_or_false(flag: Any) -> None:
     class Ends(Given):
         def step(self, action: Any) -> Any:
@@ -205,6 +219,34 @@ def test_a_flag_is_true_or_false(flag: Any) -> None:
         made = GymEnv(lambda: env, num_envs=number)
         with pytest.raises(TypeError, match=r"for 'terminated'; let its step\(\) return True or"):
             collect(made, None, 2)
+
+
+class Odd(Vector):
+    """Gives a reward and a flag that are neither numbers nor True or False."""
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        seen, reward, over, cut, info = super().step(actions)
+        return seen, self.reward or reward, self.flags or over, cut, info
+
+    reward: Any = None
+    flags: Any = None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"reward": [1j, 1]}, "gave the reward"),
+        ({"reward": [None, 1]}, "gave the reward"),
+        ({"flags": [0.5, 0]}, "for 'terminated'"),
+        ({"flags": [2, 0]}, "for 'terminated'"),
+    ],
+    ids=str,
+)
+def test_rewards_and_flags_of_a_vector_are_numbers(given: Any, message: str) -> None:
+    odd: Any = type("Of", (Odd,), given)
+    made = VectorGymEnv(odd(Given(spaces.Box(-9, 9, (2,), np.float32), np.zeros(2))))
+    with pytest.raises(TypeError, match=message):
+        collect(made, None, 4)
 
 
 @pytest.mark.parametrize("flag", [np.bool_(True), torch.tensor([True]), 1, np.ones(1)], ids=str)

@@ -21,6 +21,8 @@ ArrayStep: TypeAlias = tuple[Arrays, Any, Any, Any]
 
 # The kinds of dtypes that hold a value or another one: flags and integers. Floats are rounded.
 _EXACT = "biu"
+# The kinds that numbers have; a cast from another one, such as complex, loses something.
+REAL = "biuf"
 _TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
 
 
@@ -186,16 +188,24 @@ def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: A
     for key, array in rows.items():
         values, row = entry(observation, key), array[where, ...]
         if type(values) is not np.ndarray or (
-            values.dtype != row.dtype and row.dtype.kind in _EXACT
+            values.dtype != row.dtype
+            and (row.dtype.kind in _EXACT or values.dtype.kind not in REAL)
         ):
             values = _held(key, as_numpy(values), row)
         # Of too few, numpy would make a row by repeating them.
         if values.size != row.size:
-            raise TypeError(
-                f"{key!r} was observed with the shape {values.shape}, and the environment "
-                f"declares {row.shape}; make its space, or spec, and what it gives alike"
-            )
-        row[...] = values
+            raise _of_another_shape(key, values, row)
+        try:
+            row[...] = values
+        except ValueError as error:
+            raise _of_another_shape(key, values, row) from error
+
+
+def _of_another_shape(key: Any, values: Any, row: Any) -> TypeError:
+    return TypeError(
+        f"{key!r} was observed with the shape {values.shape}, and the environment declares "
+        f"{row.shape}; make its space, or spec, and what it gives alike"
+    )
 
 
 def _held(key: Any, values: Any, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -217,7 +227,7 @@ def cast(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return values as an array of a dtype; floats may be rounded to other floats.
 
     Raises:
-        OtherValueError: an integer or a flag would be another one.
+        OtherValueError: an integer or a flag would be another one, or a value is not a real number.
 
     Example:
         >>> cast([0.0, 2.0], np.dtype(np.uint8))
@@ -227,6 +237,10 @@ def cast(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         sync_collector.envs.arrays.OtherValueError: 0.5 (float64)
     """
     given = np.asarray(values)
+    if given.dtype.kind not in REAL and given.dtype != dtype:
+        odd = [each for each in given.flat if not isinstance(each, (int, float, np.number))]
+        if odd or given.dtype.kind == "c":
+            raise OtherValueError(f"{(odd or given.flat)[0]!r} ({given.dtype})")
     if dtype.kind not in _EXACT or given.dtype == dtype:
         return given.astype(dtype, copy=False)
     with np.errstate(invalid="ignore"):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sync_collector.envs.arrays import (
+    REAL,
     ArrayEnv,
     Arrays,
     ArraySpec,
@@ -412,7 +413,7 @@ def number_of(reward: Any, env: Any) -> float:
     """A reward without the dimension of size 1 that some environments give it."""
     try:
         return float(reward.reshape(()) if isinstance(reward, np.ndarray) else reward)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise wrong_reward(reward, env, "a number") from error
 
 
@@ -427,7 +428,7 @@ def wrong_flag(flag: Any, env: Any, name: str, wanted: str) -> TypeError:
 def flag_of(flag: Any, env: Any, name: str) -> bool:
     """A flag, such as one of numpy or torch, as a bool."""
     value = np.asarray(as_numpy(flag))
-    if value.size != 1 or value.dtype.kind not in "biuf":
+    if value.size != 1 or value.dtype.kind not in REAL or value.item() not in (0, 1):
         raise wrong_flag(flag, env, name, "True or False")
     return bool(value.item())
 

@@ -11,7 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import NormalizeObservation
 
-from sync_collector.envs.arrays import ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
+from sync_collector.envs.arrays import REAL, ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
 from sync_collector.envs.gym import (
     EnvOptions,
     InfoKeys,
@@ -211,7 +211,8 @@ class VectorGymEnv(ArrayEnv):
     def _flags(self, flags: Any, name: str) -> np.ndarray[Any, Any]:
         """Return flags as an array, one for each environment."""
         values = np.asarray(flags)
-        if values.shape != self.batch_size or values.dtype.kind not in "biuf":
+        fits = values.shape == self.batch_size and values.dtype.kind in REAL
+        if not fits or (values.dtype != np.bool_ and not np.isin(values, (0, 1)).all()):
             wanted = f"{self._env.num_envs} of True or False, one for each environment"
             raise wrong_flag(flags, self._env, name, wanted)
         return values.astype(np.bool_, copy=False)
@@ -220,7 +221,8 @@ class VectorGymEnv(ArrayEnv):
         """Raise `TypeError` unless there is one for each; numpy gives a single one to all."""
         cause = None
         try:
-            if np.shape(reward) == self.batch_size:
+            given = np.asarray(reward)
+            if given.shape == self.batch_size and given.dtype.kind in REAL:
                 return
         except ValueError as error:
             cause = error
