@@ -6,10 +6,13 @@ import argparse
 import hashlib
 import os
 import re
+import resource
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,8 +28,14 @@ SERVE = Command("serve a directory with a run by HTTP", "sync_plugin_store.web")
 # The objects that readers need: no leases, answers, or files of other names.
 _SERVED = re.compile(r"/(HEAD|manifests/[0-9a-f]{64}\.json|objects/[0-9a-f]{64})")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-# A peer that sends or takes nothing for this long loses its connection, in seconds.
+# A peer that sends or takes nothing for this long loses its connection, in seconds; so does one
+# whose request is not whole by then.
 _SILENCE = 60.0
+# A peer that takes an object more slowly loses its connection, in bytes a second.
+_SLOWEST = 1 << 16
+# The most connections, if the process may have so many files. Each takes a thread and two files.
+_MOST = 256
+_OTHER_FILES = 64
 # How long the end of the server may take, in seconds.
 _TICK = 0.1
 
@@ -45,6 +54,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         """Send what is known of an object."""
         self._answer(body=False)
+
+    def handle_one_request(self) -> None:
+        """Read a request within a deadline, and answer it."""
+        self.server.expect(self.connection, _SILENCE, idle=True)
+        super().handle_one_request()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its base names it so
         """Write nothing: readers look several times a second."""
@@ -82,6 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._begin(416, 0, {"Content-Range": f"bytes */{size}"})
                     return
                 headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            self.server.expect(self.connection, _SILENCE + (stop - start) / _SLOWEST)
             self._begin(status, stop - start, headers)
             if body and start < stop:
                 self.wfile.flush()
@@ -101,6 +116,9 @@ class _Handler(BaseHTTPRequestHandler):
 class RunServer(ThreadingHTTPServer):
     """Serves a run to readers, and nothing else of its directory.
 
+    Connections have a limit, so that peers which keep theirs open do not use up the files that this
+    process may have. One more closes the one that has been idle for longest, or is refused.
+
     Args:
         directory: the directory of the run.
         host: the address to listen on; others than loopback let every host there read.
@@ -111,6 +129,14 @@ class RunServer(ThreadingHTTPServer):
 
     def __init__(self, directory: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         self.directory = directory
+        # The deadlines of connections, and since when they are idle.
+        self._deadlines: dict[socket.socket, float] = {}
+        self._idle: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files == resource.RLIM_INFINITY:
+            files = 2 * _MOST + _OTHER_FILES
+        self._most = max(1, min(_MOST, (files - _OTHER_FILES) // 2))
         super().__init__((host, port), _Handler)
 
     @property
@@ -119,8 +145,60 @@ class RunServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
 
+    def expect(self, connection: socket.socket, seconds: float, *, idle: bool = False) -> None:
+        """Close a connection unless this is called again within so many seconds.
+
+        Args:
+            connection: the connection.
+            seconds: how long its next step may take.
+            idle: whether it waits for a request.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self._deadlines[connection] = now + seconds
+            self._idle.pop(connection, None)
+            if idle:
+                self._idle[connection] = now
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection's requests in a thread, if there is room for one more."""
+        with self._lock:
+            full = len(self._deadlines) >= self._most
+            # Its thread ends soon, and the files that are left over are enough until then.
+            oldest = next(iter(self._idle), None) if full else None
+            if oldest is not None:
+                del self._idle[oldest]
+        if oldest is not None:
+            _hang_up(oldest)
+        elif full:
+            self.shutdown_request(request)
+            return
+        self.expect(request, _SILENCE, idle=True)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._deadlines.pop(request, None)
+            self._idle.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Close connections that are past their deadline."""
+        now = time.monotonic()
+        with self._lock:
+            late = [one for one, deadline in self._deadlines.items() if deadline < now]
+        for connection in late:
+            _hang_up(connection)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Write nothing: readers may hang up at any time."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Let the thread that answers a connection find it closed."""
+    with suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
