@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from sync_plugin_store import (
     serve,
 )
 from sync_plugin_store.format import HEAD, object_name
-from sync_plugin_store.objects import Objects, open_objects
+from sync_plugin_store.objects import Directory, Objects, open_objects
 
 
 @pytest.fixture(params=["directory", "s3", "http"])
@@ -194,6 +195,52 @@ def test_a_lease_keeps_a_version(tmp_path: Path) -> None:
             assert run.versions() == (4,)
     assert values(copy) == {1.0}
     assert not files(tmp_path / "leases")
+
+
+ODD_LEASES = [
+    b'{"version": 1e999, "seconds": 60}',
+    b'{"version": 1, "seconds": ' + b"9" * 400 + b"}",
+    b'{"version": 1, "seconds": NaN}',
+    b'{"version": ' + b"9" * 5000 + b', "seconds": 60}',
+    b"[" * 2000,
+    b'{"version": 1, "seconds": 60, "more": "' + b"x" * (1 << 25) + b'"}',
+]
+
+
+@pytest.mark.parametrize("lease", ODD_LEASES, ids=lambda data: data[:40].decode())
+def test_a_lease_that_is_wrong_keeps_nothing(tmp_path: Path, lease: bytes) -> None:
+    policy = model()
+    (tmp_path / "leases").mkdir()
+    (tmp_path / "leases" / "loop.json").symlink_to(tmp_path / "leases" / "loop.json")
+    with Sender("store", policy, url=str(tmp_path), keep=1, grace=0.0) as sender:
+        for value in (1.0, 2.0, 3.0):
+            (tmp_path / "leases" / "one.json").write_bytes(lease)
+            fill(policy, value)
+            sender.send()
+        with Run(str(tmp_path), Run.key_of(sender)) as run:
+            assert run.versions() == (3,)
+    assert not (tmp_path / "leases" / "one.json").exists()
+
+
+def test_a_lease_that_cannot_be_read_keeps_all_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, look = model(), Directory.look
+
+    def fail(self: Directory, name: str, tag: str | None = None) -> Any:
+        if name.startswith("leases/"):
+            raise StoreError(f"cannot read {name}")
+        return look(self, name, tag)
+
+    monkeypatch.setattr(Directory, "look", fail)
+    (tmp_path / "leases").mkdir()
+    (tmp_path / "leases" / "one.json").write_bytes(b"{}")
+    with Sender("store", policy, url=str(tmp_path), keep=1, grace=0.0) as sender:
+        for _ in range(3):
+            sender.send()
+        with Run(str(tmp_path), Run.key_of(sender)) as run:
+            assert run.versions() == (1, 2, 3)
+    assert "cannot read leases/one.json" in caplog.text
 
 
 def test_a_trainer_that_is_started_again_continues_its_run(tmp_path: Path) -> None:

@@ -300,7 +300,8 @@ class Directory(Objects):
     def list(self, prefix: str) -> Iterator[Listed]:
         with suppress(FileNotFoundError), os.scandir(self.path / prefix) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):
+                # One that is gone, or links to itself.
+                with suppress(OSError):
                     found = entry.stat()
                     if entry.is_file():
                         yield Listed(prefix + entry.name, found.st_size, found.st_mtime)

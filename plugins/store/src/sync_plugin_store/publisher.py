@@ -36,6 +36,8 @@ __all__ = ["Lease", "Publisher", "pieces_of"]
 _log = logging.getLogger("sync_core")
 # A lease that was written wrongly keeps a version for this long at most, in seconds.
 _LONGEST_LEASE = 30 * 86400.0
+# A lease takes less, in bytes.
+_LARGEST_LEASE = 1 << 12
 # Smaller bodies are read whole by readers of a part, and not cut into chunks, in bytes.
 _SMALL = 1 << 20
 # Of replacing the head, while other processes name versions.
@@ -64,7 +66,7 @@ class Lease:
         try:
             content = json.loads(data)
             return cls(int(content["version"]), min(float(content["seconds"]), _LONGEST_LEASE))
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
 
 
@@ -387,16 +389,25 @@ class Publisher:
         if not found:
             return set()
         now = max(each.modified for each in self._objects.list("manifests/"))
-        leased = set()
+        leased = set[int]()
         for each in found:
-            lease = self._read_lease(each)
-            if lease is None or now - each.modified > lease.seconds:
-                self._objects.delete(each.name)
-            else:
+            # Any reader may write them, and no one's lease may end a send.
+            try:
+                lease = self._read_lease(each)
+            except StoreError as error:
+                _log.warning("a lease keeps all versions, since it cannot be read: %s", error)
+                leased |= self._head.versions.keys()
+                continue
+            # Not true of a time that is not a number, or is years ahead.
+            if lease is not None and -_LONGEST_LEASE < now - each.modified <= lease.seconds:
                 leased.add(lease.version)
+            else:
+                self._delete([each.name])
         return leased
 
     def _read_lease(self, listed: Listed) -> Lease | None:
+        if listed.nbytes > _LARGEST_LEASE:
+            return None
         record = self._objects.look(listed.name)
         return None if record is None else Lease.of(record.data)
 
