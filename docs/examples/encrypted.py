@@ -115,5 +115,5 @@ class DecryptingReceiver(WrappingReceiver):
 
 @lru_cache(maxsize=16)
 def _sealed(nbytes: int) -> Layout:
-    sealed = torch.empty(_NONCE_NBYTES + nbytes + _TAG_NBYTES, dtype=torch.uint8)
+    sealed = torch.empty(_NONCE_NBYTES + nbytes + _TAG_NBYTES, dtype=torch.uint8, device="cpu")
     return Layout.of({"encrypted": sealed})

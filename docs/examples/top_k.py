@@ -79,7 +79,7 @@ def choose_largest(weights: list[Tensor], sent: list[Tensor], fraction: float) -
         return
     joined = torch.cat(changes)
     count = math.ceil(fraction * joined.numel())
-    chosen = torch.zeros(joined.shape, dtype=torch.bool)
+    chosen = torch.zeros_like(joined, dtype=torch.bool)
     chosen[joined.topk(count, sorted=False).indices] = True
     masks = chosen.split([change.numel() for change in changes])
     for (weight, held), mask in zip(pairs, masks, strict=True):

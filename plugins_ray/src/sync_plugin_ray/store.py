@@ -301,7 +301,7 @@ def _capacity() -> int:
 
 def _check_tensor_transport(name: str) -> None:
     try:
-        ray.put(torch.zeros(1, dtype=torch.uint8), _tensor_transport=name)
+        ray.put(torch.zeros(1, dtype=torch.uint8, device="cpu"), _tensor_transport=name)
     except Exception as error:
         raise OptionError(
             f"tensor_transport={name!r} cannot carry what a sender puts, in Ray {ray.__version__}: "

@@ -200,6 +200,6 @@ def _references(tensor: Tensor) -> tuple[int, int]:
 
 # The counts of a tensor whose storage is not shared; the call itself adds to them.
 try:
-    _EXCLUSIVE = _references(torch.empty(1))
+    _EXCLUSIVE = _references(torch.empty(1, device="cpu"))
 except AttributeError:  # see `_is_exclusive`
     _EXCLUSIVE = (0, 0)

@@ -66,7 +66,7 @@ class Block:
     def allocate(cls, nbytes: int) -> Block:
         """A block of private memory."""
         if nbytes < _LARGE:
-            return cls(torch.empty(nbytes, dtype=torch.uint8))
+            return cls(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         return cls(torch.frombuffer(allocate(nbytes), dtype=torch.uint8))
 
     @classmethod

@@ -74,7 +74,7 @@ def attached(update: Update) -> tuple[Layout, Sequence[Tensor] | Block]:
     """Return the layout and the source of a payload: those of an update, with its extras."""
     extras = update.extras
     if update.base:
-        extras = {**extras, _BASE: torch.tensor([update.base])}
+        extras = {**extras, _BASE: torch.tensor([update.base], device="cpu")}
     if not extras:
         return update.layout, update.source
     layout = _with(update.layout, kinds_of(extras))

@@ -124,7 +124,8 @@ class TensorStream(Sequence[Tensor]):
     def stand_ins(self) -> tuple[Tensor, ...]:
         """Return tensors of the same dtypes and shapes that hold zeros and take no memory."""
         return tuple(
-            torch.zeros((), dtype=spec.dtype).expand(spec.shape) for spec in self.layout.specs
+            torch.zeros((), dtype=spec.dtype, device="cpu").expand(spec.shape)
+            for spec in self.layout.specs
         )
 
     @overload

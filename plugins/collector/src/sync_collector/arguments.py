@@ -178,7 +178,7 @@ class Arguments:
             else factories(policy_factory, num_workers, "policy_factory"),
             models=copied(own_models),
             share_policy=shared,
-            seed=int(torch.randint(2**31, ()).item()),
+            seed=int(torch.randint(2**31, (), device="cpu").item()),
             one_thread="torch_threads" not in (worker_options or {}),
             env_options=env_options,
             options=options_of_workers(base, num_workers, named.common, named.own, named.own_name),

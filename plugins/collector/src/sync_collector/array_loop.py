@@ -29,7 +29,7 @@ class RandomChooser:
 
     def choose(self, t: int) -> Tensor:
         """A random action."""
-        action = torch.as_tensor(self._sample())
+        action = torch.as_tensor(self._sample(), device="cpu")
         self.root[t:] = [{"action": action.clone()}]
         return action
 

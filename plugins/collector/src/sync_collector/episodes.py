@@ -56,7 +56,7 @@ class TrajectoryIds:
         """
         envs = done.reshape(-1, done.shape[-1])
         if self._current is None:
-            self._current = self._next + torch.arange(len(envs))
+            self._current = self._next + torch.arange(len(envs), device=done.device)
             self._next += len(envs)
         # Ids grow in the order of time, so that the newest in a row is the largest so far.
         ordinal = envs.T.flatten().cumsum(0).reshape(envs.T.shape).T

@@ -205,7 +205,7 @@ class TensorDictLoop:
         outcome = self._conventions.outcome(stack(outcomes, time), time + 1)
         root = self._conventions.root(stack(self._even(roots), time), outcome, time + 1)
         ended = self._conventions.ended(outcome, time + 1)
-        made = Steps(root, outcome, ended, torch.tensor(versions))
+        made = Steps(root, outcome, ended, torch.tensor(versions, device="cpu"))
         self._frames = []
         return made
 

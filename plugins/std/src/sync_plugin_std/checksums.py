@@ -186,7 +186,7 @@ def _sums(update: Update) -> list[int]:
     """The checksums of the buckets, and one of the base and the other extras."""
     tensors = update.tensors
     sums = [checksum([tensors[i] for i in bucket]) for bucket in buckets(update.layout)]
-    return [*sums, checksum([torch.tensor([update.base]), *update.extras.values()])]
+    return [*sums, checksum([torch.tensor([update.base], device="cpu"), *update.extras.values()])]
 
 
 def _differences(layout: Layout, expected: Sequence[int], found: Sequence[int]) -> str:

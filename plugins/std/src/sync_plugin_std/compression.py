@@ -66,7 +66,7 @@ class Zstd:
         if context.version == 0:
             # The most that it can take; a transport may make room for that.
             nbytes = update.layout.nbytes
-            content = torch.empty(nbytes + nbytes // 128 + 1024, dtype=torch.uint8)
+            content = torch.empty(nbytes + nbytes // 128 + 1024, dtype=torch.uint8, device="cpu")
         else:
             data = Payload(context.version, update.layout, update.source).to_bytes()
             packed = zstandard.ZstdCompressor(level=self._level).compress(data)

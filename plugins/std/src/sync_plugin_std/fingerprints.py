@@ -113,7 +113,7 @@ def _products(rows: Tensor) -> Tensor:
 def _factors(device: torch.device) -> Tensor:
     """Return a factor for each word of a row."""
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator)
+    factors = torch.randint(-(2**63), 2**63 - 1, (_ROW,), generator=generator, device="cpu")
     return (factors | 1).to(device)
 
 

@@ -83,7 +83,7 @@ def _layout(specs: Iterable[Spec], tied: Mapping[str, str]) -> Layout:
     for spec in specs:
         try:
             name, dtype, shape = spec
-            stand_in = torch.zeros((), dtype=dtype).expand(tuple(shape))
+            stand_in = torch.zeros((), dtype=dtype, device="cpu").expand(tuple(shape))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ModelError(
                 "specs must be triples such as ('weight', torch.float32, (4, 2)), got "

@@ -153,7 +153,7 @@ class _Run:
             if self.target.nbytes == self.nbytes and self.target.is_contiguous():
                 self.memory = self.target.view(-1).view(torch.uint8)
             else:
-                self.memory = torch.empty(self.nbytes, dtype=torch.uint8)
+                self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         return self.memory
 
     def finish(self) -> None:

@@ -236,6 +236,15 @@ class LayerValueCases(LayerCases):
         self.link(senders, Tied(3), target).send()
         assert target.is_tied(), "tied tensors must stay tied"
 
+    def test_a_default_device_concerns_no_layer(self, senders: ExitStack) -> None:
+        sources, target = [self.make_source(seed) for seed in range(3)], self.make_target()
+        # Tensors there have no values, so a use of one raises, as one of a GPU would.
+        with torch.device("meta"):
+            link = self.link(senders, sources[0], target)
+            for source in sources[1:]:
+                link.send(source)
+        self.check_target(target, sources[2])
+
     def test_many_tensors(self, senders: ExitStack) -> None:
         source = {f"blocks.{i}.weight": torch.full((i % 3,), float(i)) for i in range(500)}
         target = {name: torch.zeros_like(tensor) for name, tensor in source.items()}

@@ -130,7 +130,9 @@ def make_model(name: str) -> nn.Module:
         return nn.Sequential(
             nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
         )
-    return nn.ParameterList(torch.zeros(size.nbytes // 4) for _ in range(size.tensors))
+    return nn.ParameterList(
+        torch.zeros(size.nbytes // 4, device="cpu") for _ in range(size.tensors)
+    )
 
 
 def mark(model: nn.Module, version: int) -> None:

@@ -304,7 +304,7 @@ class _Generator:
         pad = usual.pad_token_id if config.pad_token_id is None else config.pad_token_id
         ends = usual.eos_token_id if config.eos_token_id is None else config.eos_token_id
         # The mask hides what fills a row.
-        ids = torch.full((len(prompts), width), pad or 0)
+        ids = torch.full((len(prompts), width), pad or 0, device=self._model.device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.tensor(prompt)

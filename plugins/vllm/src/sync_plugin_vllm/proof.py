@@ -126,7 +126,7 @@ class Proof:
         here = (columns >= start) & (columns < start + rank_size)
         device = self._device
         ones = torch.zeros(int(here.sum()), rank_size, dtype=layer.params_dtype, device=device)
-        ones[torch.arange(len(ones)), columns[here] - start] = 1.0
+        ones[torch.arange(len(ones), device="cpu"), columns[here] - start] = 1.0
         computed = layer.quant_method.apply(layer, ones, None)
         expected = self._expected(layer, sent, outputs)
         if expected.shape[1] != len(columns):
@@ -155,7 +155,7 @@ class Proof:
 
     def _columns(self, size: int) -> Tensor:
         count = min(size, _COLUMNS)
-        return torch.arange(count) * size // count + self._turn % (size // count)
+        return torch.arange(count, device="cpu") * size // count + self._turn % (size // count)
 
     @property
     def _device(self) -> torch.device:

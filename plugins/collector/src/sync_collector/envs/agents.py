@@ -156,7 +156,7 @@ class AgentsEnv:
             parts[agent] = {
                 **self._observed(agent, given, infos, required=required),
                 **_flags(left),
-                "reward": torch.tensor([reward], dtype=torch.float32),
+                "reward": torch.tensor([reward], dtype=torch.float32, device="cpu"),
             }
         ended = len(self._left) == len(self.agents)
         # An episode was cut short if any agent was.
@@ -298,7 +298,7 @@ def _checked_names(names: Any) -> tuple[str, ...]:
 def _flags(given: Mapping[str, bool]) -> dict[str, torch.Tensor]:
     values = {name: given.get(name, False) for name in FLAGS[1:]}
     values["done"] = any(values.values())
-    return {name: torch.tensor([value]) for name, value in values.items()}
+    return {name: torch.tensor([value], device="cpu") for name, value in values.items()}
 
 
 def _nested(

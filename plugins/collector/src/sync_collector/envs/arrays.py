@@ -128,7 +128,7 @@ class ArrayEnv(ABC):
         """Put a random action under ``"action"``."""
         if tensordict is None:
             tensordict = TensorDict({}, batch_size=self.batch_size)
-        return tensordict.set("action", torch.as_tensor(self.sample_action()))
+        return tensordict.set("action", torch.as_tensor(self.sample_action(), device="cpu"))
 
     def _root(self, arrays: Arrays) -> TensorDictBase:
         root = self._observation(arrays) | no_flags(self.batch_size)
@@ -155,7 +155,7 @@ class ArrayEnv(ABC):
         return {key: torch.from_numpy(array[0, ...]) for key, array in rows.items()}
 
     def _values(self, values: Any, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(values, dtype=dtype).reshape(self.batch_size)
+        return torch.as_tensor(values, dtype=dtype, device="cpu").reshape(self.batch_size)
 
 
 def entry(observation: Arrays, key: Any) -> Any:

@@ -36,11 +36,11 @@ class CountingEnv:
     ) -> None:
         self.batch_size = torch.Size(() if num_envs is None else (num_envs,))
         self.is_closed = False
-        limits = torch.as_tensor(max_steps)
+        limits = torch.as_tensor(max_steps, device="cpu")
         self._limits = limits.reshape(-1, 1).squeeze(0).expand(*self.batch_size, 1)
         self._end = "truncated" if truncate else "terminated"
-        self._steps = torch.zeros(*self.batch_size, 1)
-        self._start = torch.zeros(*self.batch_size, 1)
+        self._steps = torch.zeros(*self.batch_size, 1, device="cpu")
+        self._start = torch.zeros(*self.batch_size, 1, device="cpu")
 
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
         """Begin at the start, everywhere or where ``tensordict["_reset"]`` says."""
@@ -68,7 +68,7 @@ class CountingEnv:
 
     def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         """Put a random number between 0 and 1 under ``"action"``."""
-        return tensordict.set("action", torch.rand(*self.batch_size, 1))
+        return tensordict.set("action", torch.rand(*self.batch_size, 1, device="cpu"))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Let observations start at the seed, and give the seed after it."""

@@ -88,7 +88,8 @@ class _LimitedTensorDicts:
         self._env = env
         self._max_frames = max_frames
         self._conventions = Conventions(env)
-        self._count = torch.zeros(*env.batch_size, 1, dtype=torch.int64)
+        device = getattr(env, "device", None) or "cpu"
+        self._count = torch.zeros(*env.batch_size, 1, dtype=torch.int64, device=device)
         self.batch_size = env.batch_size
 
     def __getattr__(self, name: str) -> Any:

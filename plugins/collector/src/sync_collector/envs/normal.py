@@ -190,7 +190,7 @@ def outcome_of(reward: Tensor, terminated: Tensor, truncated: Tensor) -> Leaves:
 
 def no_flags(shape: Sequence[int]) -> Leaves:
     """The flags of an episode that continues."""
-    return {name: torch.zeros(*shape, 1, dtype=torch.bool) for name in FLAGS}
+    return {name: torch.zeros(*shape, 1, dtype=torch.bool, device="cpu") for name in FLAGS}
 
 
 def spread(where: Tensor, like: Tensor) -> Tensor:

@@ -181,7 +181,7 @@ class ChunkedVersion:
     def payload(self, index: int, number: int) -> Payload:
         """A chunk as a version of the inner transport."""
         data = self.chunk(index)
-        head = torch.tensor([self.version, index, self.nbytes, self._chunk_nbytes])
+        head = torch.tensor([self.version, index, self.nbytes, self._chunk_nbytes], device="cpu")
         return Payload(number, _chunk_layout(len(data)), (data, head))
 
 

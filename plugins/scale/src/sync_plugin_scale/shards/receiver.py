@@ -249,12 +249,12 @@ class JoinedReceiver(ReceiverTransport):
                 tensors[position] = part
                 continue
             if position not in self._whole:
-                self._whole[position] = torch.empty(spec.shape, dtype=spec.dtype)
+                self._whole[position] = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
             tensors[position] = self._whole[position]
             tensors[position][inside(region, whole(spec.shape))].copy_(part)
         # A tensor without elements has no parts.
         return [
-            tensors[i] if i in tensors else torch.empty(spec.shape, dtype=spec.dtype)
+            tensors[i] if i in tensors else torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
             for i, spec in enumerate(layout.specs)
         ]
 

@@ -160,7 +160,7 @@ class ShardedSender(SenderTransport):
     def _ask(self, worker_ids: Sequence[int]) -> None:
         if not worker_ids:
             return
-        question = (torch.zeros(1, dtype=torch.uint8),)
+        question = (torch.zeros(1, dtype=torch.uint8, device="cpu"),)
         with self._lock:
             payload = Payload(self._next_number(0), _ASK_LAYOUT, question)
             asked = self._inner.send(payload, worker_ids)
@@ -251,7 +251,7 @@ class ShardedSender(SenderTransport):
         layout = self._layout_of(request, extras)
         tensors, held = payload.tensors, self._holding.tensors
         parts = [tensors[i][inside(region, held[i].region)] for i, region in request.regions]
-        others = [torch.tensor([payload.version]), *tensors[count:]]
+        others = [torch.tensor([payload.version], device="cpu"), *tensors[count:]]
         sums = [seal(parts, others)] if self._holding.verified else []
         parts += [others[0], *sums, *others[1:]]
         with self._lock:

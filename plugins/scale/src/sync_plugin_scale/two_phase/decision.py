@@ -45,7 +45,7 @@ class Decision:
 
     def to_payload(self, number: int) -> Payload:
         """Return the decision as a payload, under another number."""
-        values = torch.tensor([self.number, self.version, int(self.commit)])
+        values = torch.tensor([self.number, self.version, int(self.commit)], device="cpu")
         return Payload(number, DECISION_LAYOUT, (values,))
 
     @classmethod

@@ -92,7 +92,7 @@ def _rebuild(
     content: bytearray, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> torch.Tensor:
     if not content:
-        return torch.empty_strided(shape, stride, dtype=dtype)
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     return torch.frombuffer(content, dtype=dtype).as_strided(shape, stride)
 
 

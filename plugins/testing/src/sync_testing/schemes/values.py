@@ -249,6 +249,21 @@ class IsolationCases(SchemeCases):
         workers.pool.call(0, Worker.infer, Worker.hang_up)
         assert workers.pool.call(0, Worker.gradients) == {6.0}, VALUES
 
+    def test_a_default_device_is_not_where_versions_are_packed(
+        self, start: Start, zero_copy: bool
+    ) -> None:
+        policy, extras = make_policy(), {"step": torch.tensor(1)}
+        # Tensors there have no values, so a use of one raises, as one of a GPU would.
+        with torch.device("meta"):
+            workers = start(policy, 1, zero_copy=zero_copy)
+            for value in (2.0, 3.0):
+                fill(policy, value)
+                pending = workers.sender.send_async(extras=extras)
+                call = workers.pool.submit(0, Worker.with_default_device, "meta", Worker.receive)
+                assert pending.wait().updated == (0,), REPORT
+                assert ended([call], "receive()"), RECEIVED
+        assert workers.values() == [{3.0}], VALUES
+
     def test_the_trainers_module_is_never_altered(self, start: Start) -> None:
         policy = make_policy(1.0)
         tensors = (*policy.parameters(), *policy.buffers())

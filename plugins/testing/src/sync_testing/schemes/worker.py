@@ -127,6 +127,11 @@ class Worker:
         with torch.inference_mode():
             return function(self)
 
+    def with_default_device(self, device: str, function: Callable[[Worker], Any]) -> Any:
+        """Run a function where tensors are made on another device unless they name one."""
+        with torch.device(device):
+            return function(self)
+
     def gradients(self) -> set[float]:
         """Return the gradients of the sum of squares of all parameters."""
         self.model.zero_grad()
