@@ -19,7 +19,7 @@ TORCHRL := .venv-torchrl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-long test-kit test-chains test-network tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-long test-kit test-gpu test-chains test-network tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check, and the tests of every change"
@@ -29,6 +29,7 @@ help:
 	@echo "make tests [ARGS=]               the tests alone, for example ARGS='-k shm -x'"
 	@echo "make test-long [ARGS=]           whole programs, installations, clusters and faults, each for many seconds"
 	@echo "make test-kit [ARGS=]            that the suites catch broken plugins, and the searches of every order of events"
+	@echo "make test-gpu [ARGS=]            models on a GPU over every scheme; skipped where there is none"
 	@echo "make test-chains [ARGS=]         the suite over every chain of schemes, a stranger's included; an hour"
 	@echo "make test-network [PARTITIONS=50] [ARGS=]  partitions and machines that are gone, between network namespaces; needs root"
 	@echo "make tests-alone [SEED=]         those of each distribution by themselves, in random order"
@@ -64,6 +65,9 @@ test-long: $(INSTALLED)
 # What tests the tests, and what is too long for every change.
 test-kit: $(INSTALLED)
 	$(PYTEST) tests/kit $(ARGS)
+
+test-gpu: $(INSTALLED)
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 test-chains: $(INSTALLED)
 	$(PYTEST) tests/chains $(ARGS)

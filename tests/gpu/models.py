@@ -87,8 +87,7 @@ class Worker:
         side = torch.cuda.Stream()
         assert self.receiver.receive(30.0)
         with torch.cuda.stream(side), torch.no_grad():
-            score = self.model(ids).max()
-        return float(score)
+            return float(self.model(ids).max())
 
     def capture(self) -> None:
         """Record the model's use as a CUDA graph."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.gpu.models import Model, Worker, bits
 
-from sync_core import ModelError, Sender, SendError, WorkerGroup
+from sync_core import RemoteCallError, Sender, SendError, WorkerGroup
 from sync_plugin_std.workers import choose_group
 
 pytestmark = [
@@ -112,7 +112,7 @@ def test_zero_copy_needs_the_model_in_host_memory(tmp_path: Path) -> None:
     with connected("shm", options, tmp_path, "cuda", "cuda") as (sender, group, _):
         pending = sender.send_async()
         call = group.call(0, Worker.receive)
-        with pytest.raises(ModelError, match="zero_copy needs the model on cpu"):
+        with pytest.raises(RemoteCallError, match="zero_copy needs the model on cpu"):
             call.result(60)
         with pytest.raises(SendError, match="zero_copy needs the model on cpu"):
             pending.wait(5)

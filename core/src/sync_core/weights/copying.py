@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from sync_core.weights.staging import copy_to_gpu
+
 # torch divides the copy of a tensor of this many elements among its threads beforehand
 # (GRAIN_SIZE in ATen/TensorIterator.h), and waits for all of them. Where other processes have the
 # cores that is a slice of their time, hundreds of times as long as a small copy takes.
@@ -71,7 +73,12 @@ def _copy_fused(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     records = torch.is_grad_enabled()
     try:
         torch.set_grad_enabled(False)
-        torch._foreach_copy_(list(targets), list(sources))
+        # A process that has not begun to use a GPU has no tensors there.
+        if torch.cuda.is_initialized():
+            pairs = copy_to_gpu(targets, sources)
+            targets, sources = [one for one, _ in pairs], [one for _, one in pairs]
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
     except RuntimeError:
         # It takes no views that negate for targets, and says so before it writes to any; to
         # look for them in every copy would cost more.
