@@ -1,9 +1,11 @@
 """`Address.to_json` and `Address.from_json`."""
 
 import base64
+import copy
 import json
 import pickle
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync_core import Address, Receiver, Sender, hookimpl
-from sync_core.errors import AddressError, PluginNotFoundError
+from sync_core.errors import AddressError, PluginNotFoundError, SyncError
 from sync_plugin_scale import Pool
 
 
 def _sender(scheme: str, tmp_path: Path, **options: Any) -> Sender:
-    if scheme == "file":
-        options["directory"] = str(tmp_path)
+    if scheme in ("file", "store"):
+        options["directory" if scheme == "file" else "url"] = str(tmp_path)
     return Sender(scheme, torch.nn.Linear(2, 1), num_workers=2, timeout=20, **options)
 
 
@@ -41,10 +43,10 @@ def test_every_field_travels(written: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("scheme", ["shm", "file", "dist"])
 def test_a_receiver_is_made_from_json(scheme: str, tmp_path: Path) -> None:
-    copy = torch.nn.Linear(2, 1)
+    model = torch.nn.Linear(2, 1)
     with (
         _sender(scheme, tmp_path, layers=["bf16"]) as sender,
-        Receiver(Address.from_json(sender.address(0).to_json()), copy) as receiver,
+        Receiver(Address.from_json(sender.address(0).to_json()), model) as receiver,
     ):
         pending = sender.send_async(worker_ids=0)
         assert receiver.receive(20) == 1
@@ -90,6 +92,57 @@ def test_a_changed_address_is_refused_or_is_valid(written: dict[str, Any], data:
     except (AddressError, PluginNotFoundError):
         return
     assert json.loads(address.to_json())[name] == value
+
+
+ODD = [
+    10**400,
+    "\ud800",
+    True,
+    -1,
+    1e308,
+    None,
+    [],
+    {},
+    [1],
+    [None],
+    [["a"]],
+    {"a": 1},
+    "\0",
+    "a" * 300,
+]
+
+
+def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of all values within one, as keys to follow."""
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    for key in keys:
+        yield (*place, key)
+        yield from _places(value[key], (*place, key))
+
+
+def _put(value: Any, place: tuple[Any, ...], new: Any) -> Any:
+    if not place:
+        return new
+    made = copy.copy(value)
+    made[place[0]] = _put(value[place[0]], place[1:], new)
+    return made
+
+
+def _receiver(address: Address) -> Receiver:
+    return Receiver(address, torch.nn.Linear(2, 1), timeout=0.2)
+
+
+@pytest.mark.parametrize("scheme", ["shm", "dist", "file", "store", "two_phase::dist"])
+def test_a_receiver_refuses_what_is_odd_anywhere(scheme: str, tmp_path: Path) -> None:
+    with _sender(scheme, tmp_path) as sender:
+        content = json.loads(sender.address(0).to_json())
+    for place in _places(content):
+        for odd in ODD:
+            text = json.dumps(_put(content, place, odd))
+            with suppress(SyncError), _receiver(Address.from_json(text)):
+                pass
 
 
 @pytest.mark.parametrize("missing", ["token", "endpoint", "headers", "layouts", "sync_address"])

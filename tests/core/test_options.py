@@ -28,6 +28,7 @@ class Options:
     safe: bool = True
     mode: Literal["fast", "slow"] = "fast"
     hosts: Sequence[str] = ()
+    pair: tuple[int, str] | None = None
     config: Mapping[str, Any] | None = None
     call: Callable[[], Any] | None = None
     client: Client | None = None
@@ -45,6 +46,7 @@ GIVEN: list[dict[str, Any]] = [
     {"slots": np.int64(4), "poll": np.float32(0.5)},
     {"slots": None, "safe": False, "mode": "slow"},
     {"hosts": ["a", "b"], "config": {"a": 1}},
+    {"hosts": ("a",), "pair": (1, "a")},
     {"call": print, "client": object()},
 ]
 
@@ -65,6 +67,11 @@ def test_what_fits(given: dict[str, Any]) -> None:
         ({"safe": 1}, r"safe: bool, not 1; type True or False"),
         ({"safe": "no"}, r"safe: bool, not 'no'; type True or False"),
         ({"hosts": 3}, r"hosts: Sequence\[str\], not 3"),
+        ({"hosts": ["a", 3]}, r"hosts: Sequence\[str\], not \['a', 3\]"),
+        ({"hosts": (None,)}, r"hosts: Sequence\[str\], not \(None,\)"),
+        ({"pair": (1, 2)}, r"pair: tuple\[int, str\] \| None, not \(1, 2\)"),
+        ({"pair": (1,)}, r"pair: tuple\[int, str\] \| None, not \(1,\)"),
+        ({"config": {1: 2}}, r"config: Mapping\[str, Any\] \| None, not \{1: 2\}"),
         ({"config": [1]}, r"config: Mapping\[str, Any\] \| None, not \[1\]"),
         ({"call": "print"}, r"call: Callable\[\[\], Any\] \| None, not 'print'"),
     ],

@@ -373,6 +373,10 @@ def _parse(text: str | bytes) -> dict[str, Any]:
         raise AddressError(f"an address in JSON is a text, not a {type(text).__name__}")
     try:
         content = json.loads(text)
+        # JSON may have half of a surrogate pair, which is no text for a file, a socket or a log.
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise AddressError(f"not an address in JSON: its text is not Unicode; {_TYPE}") from None
     except (ValueError, RecursionError) as error:
         raise AddressError(f"not an address in JSON: {error}; {_TYPE}") from error
     if not isinstance(content, dict) or content.pop(_MARK, None) != _FORMAT:
@@ -413,7 +417,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "layers": lambda value: isinstance(value, list | tuple) and all(map(_is_name, value)),
     "options": lambda value: isinstance(value, dict) and _is_plain(value),
     # -1: of an address that workers share.
-    "worker_id": lambda value: type(value) is int and value >= -1,
+    "worker_id": lambda value: type(value) is int and -1 <= value < 1 << 63,
     "model_id": _is_text,
     "token": _is_text,
     "strategy": lambda value: value in get_args(Strategy),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from math import isnan
 from numbers import Integral, Real
 from typing import Any
 
@@ -98,15 +97,16 @@ def check_seconds(seconds: float, name: str = "timeout") -> float:
         OptionError: it is not a number of seconds, or less than none.
 
     Example:
-        >>> check_seconds(2.5), check_seconds(float("inf"))
-        (2.5, 2000000.0)
+        >>> check_seconds(2.5), check_seconds(float("inf")), check_seconds(10**400)
+        (2.5, 2000000.0, 2000000.0)
     """
     valid = type(seconds) in (int, float) or (
         isinstance(seconds, Real) and not isinstance(seconds, bool)
     )
-    if not valid or isnan(seconds) or seconds < 0:
+    # Not true of NaN; and an integer may be too large for a float.
+    if not valid or not seconds >= 0:
         raise OptionError(f"{name} is a number of seconds, not {seconds!r}")
-    return min(float(seconds), _LONGEST)
+    return float(min(seconds, _LONGEST))
 
 
 def normalize(worker_ids: int | Iterable[int] | None, known: Iterable[int]) -> tuple[int, ...]:

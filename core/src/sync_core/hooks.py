@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
 from types import MappingProxyType, UnionType
@@ -103,13 +103,27 @@ def _types(options_type: type) -> Mapping[str, Any]:
 def _is_of(value: object, kind: Any) -> bool:
     if isinstance(kind, UnionType) or get_origin(kind) is Union:
         return any(_is_of(value, each) for each in get_args(kind))
+    parts = get_args(kind)
     kind = get_origin(kind) or kind
     if isinstance(value, bool) and kind in _NUMBERS:
         return False
     try:
-        return isinstance(value, _NUMBERS.get(kind, kind))
+        if not isinstance(value, _NUMBERS.get(kind, kind)):
+            return False
     except TypeError:
         return True  # Any, Literal, a protocol and the like: nothing that a value is an instance of
+    return _are_of(value, kind, parts)
+
+
+def _are_of(value: object, kind: Any, parts: Sequence[Any]) -> bool:
+    """Return whether what a container holds is of the types that its own declares."""
+    if isinstance(value, Mapping) and len(parts) == 2:
+        return all(_is_of(k, parts[0]) and _is_of(v, parts[1]) for k, v in value.items())
+    if kind is tuple and isinstance(value, tuple) and parts and parts[-1] is not Ellipsis:
+        return len(value) == len(parts) and all(map(_is_of, value, parts))
+    if isinstance(value, list | tuple | set | frozenset) and parts:
+        return all(_is_of(each, parts[0]) for each in value)
+    return True
 
 
 #: Of schemes. A scheme may declare others, which its own documentation explains.

@@ -34,6 +34,7 @@ import socket
 from dataclasses import dataclass, fields
 from typing import Self
 
+from sync_core import OptionError
 from sync_plugin_std.local import Message
 
 
@@ -99,6 +100,14 @@ class Endpoint:
     port: int
     local: str = ""
     farewell: Farewell | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.port < 1 << 16:
+            raise OptionError(f"a port must be a number from 1 to 65535, got {self.port}")
+        try:
+            self.host.encode("idna")
+        except UnicodeError as error:
+            raise OptionError(f"{self.host!r:.80} is not the name of a host: {error}") from error
 
 
 def listen(host: str, port: int) -> socket.socket:

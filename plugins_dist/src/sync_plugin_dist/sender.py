@@ -258,8 +258,8 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
 def _listen(host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that is too long is refused by a codec
         raise OptionError(
-            f"cannot listen on {host}, port {port or 'of any number'}: {error}; host= is an "
+            f"cannot listen on {host:.80}, port {port or 'of any number'}: {error}; host= is an "
             "address of this machine that workers can reach, and without port= a free one is found"
         ) from error

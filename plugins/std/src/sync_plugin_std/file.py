@@ -63,7 +63,8 @@ class FileScheme:
         """The sender's or a receiver's side."""
         options = context.parse_options(FileOptions)
         directory = Path(options.directory or tempfile.gettempdir())
-        if not directory.is_dir():
+        # Unlike pathlib's, it raises for no name, such as one that is too long.
+        if not os.path.isdir(directory):  # noqa: PTH112
             raise OptionError(
                 f"scheme 'file': there is no directory {str(directory)!r} on this machine; make "
                 "it, or mount it"

@@ -190,7 +190,7 @@ def open_objects(url: str, timeout: float) -> Objects:
         sync_core.errors.OptionError: url must be a directory, or begin with file://, s3://, ...
     """
     scheme = urlsplit(url).scheme
-    if scheme in ("", "file"):
+    if scheme in ("", "file") and "\0" not in unquote(url):
         return Directory(Path(unquote(urlsplit(url).path) if scheme else url), url)
     if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https"):
         return RemoteObjects(url, timeout)
