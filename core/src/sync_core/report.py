@@ -85,6 +85,12 @@ class SendReport:
         pack_seconds: what copying the weights into the memory that they travel in took. It is part
             of ``publish_seconds``, but where a scheme sends the first parts while it packs the
             others it may be longer. 0 where nothing is packed.
+        unchanged: whether the weights are, byte for byte, those of the last version that was
+            compared. None where that is not known: of the first version; of a send that was not to
+            all workers; of weights that are not in the CPU's memory when they leave; where sampled
+            bytes are equal for the first time since they changed, as all bytes are compared from
+            the next send on; and, once weights have changed 8 times in succession, of a send
+            within 10 ms after the last one.
     """
 
     version: int
@@ -95,6 +101,7 @@ class SendReport:
     prepare_seconds: float = 0.0
     publish_seconds: float = 0.0
     pack_seconds: float = 0.0
+    unchanged: bool | None = None
 
     @property
     def nbytes(self) -> int:

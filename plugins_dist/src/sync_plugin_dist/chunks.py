@@ -41,6 +41,7 @@ def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:
     if payload.is_streamed:
         yield from payload.pack_in_steps(block)
         return
+    payload.packed.append(block)
     block.write_header(payload.layout)
     if payload.bodies:
         (target,), (source,) = block.bodies(payload.layout), payload.bodies

@@ -233,7 +233,14 @@ def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -
         prepare_seconds=sum(each.prepare_seconds for each in reports),
         publish_seconds=sum(each.publish_seconds for each in reports),
         pack_seconds=sum(each.pack_seconds for each in reports),
+        unchanged=_unchanged([each.unchanged for each in reports]),
     )
+
+
+def _unchanged(parts: Sequence[bool | None]) -> bool | None:
+    if False in parts:
+        return False
+    return None if None in parts else True
 
 
 def _put(reports: list[SendReport], end: Callable[[], SendReport]) -> None:

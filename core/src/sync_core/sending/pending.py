@@ -137,6 +137,8 @@ class PendingSend:
         self._publish_seconds = publish_seconds
         self._packing = packing or Stopwatch()
         self._scheme, self._model_id = scheme, model_id
+        #: See `SendReport`; which the sender sets.
+        self.unchanged: bool | None = None
         self._report: SendReport | None = None
         # The callbacks at the end may ask for the report.
         self._ending = threading.RLock()
@@ -257,6 +259,7 @@ class PendingSend:
             prepare_seconds=self._prepare_seconds,
             publish_seconds=self._publish_seconds,
             pack_seconds=self._packing.seconds,
+            unchanged=self.unchanged,
         )
 
     def _late(self, worker_id: int, delivery: Delivery, seconds: float) -> WorkerTimeoutError:

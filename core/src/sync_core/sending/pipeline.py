@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sync_core import registry
-from sync_core._util import Stopwatch, release_with
+from sync_core._util import release_with
 from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
@@ -39,7 +39,6 @@ from sync_core.transports.transport import (
     closed_if_it_fails,
     unheard,
 )
-from sync_core.weights.extras import attached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 from sync_core.weights.streamed import TensorStream
@@ -447,16 +446,12 @@ class Pipeline:
             prepared.extras = {**update.extras, **prepared.extras}
         return prepared
 
-    def send(
-        self, update: Update, version: int, worker_ids: tuple[int, ...], packing: Stopwatch
-    ) -> dict[int, Delivery]:
-        """Hand what was prepared last to the transport.
+    def send(self, payload: Payload, worker_ids: tuple[int, ...]) -> dict[int, Delivery]:
+        """Hand a version to the transport.
 
         Where the transport raises something else than a `SyncError`, every delivery has failed;
         without workers, that is raised.
         """
-        layout, source = attached(update)
-        payload = Payload(version, layout, source, packing=packing)
         transport = self.transport or self.opened
         try:
             return dict(transport.send(payload, worker_ids))

@@ -26,13 +26,14 @@ from sync_core.sending.arguments import as_id, check_handle, count_workers, with
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Source, Terms
+from sync_core.sending.unchanged import Repeats
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
-from sync_core.transports.transport import SenderTransport
+from sync_core.transports.transport import Delivery, SenderTransport
 from sync_core.updater import Updater, either
-from sync_core.weights.extras import Kinds, checked, kinds_of
+from sync_core.weights.extras import Kinds, attached, checked, kinds_of
 from sync_core.weights.layout import Layout
-from sync_core.weights.payload import Update
+from sync_core.weights.payload import Payload, Update
 from sync_core.weights.streamed import read_to_its_end
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ class Sender(Updater):
             adapt=self._pipeline.adapt,
         )
         self._cadence = PushCounter(self._pipeline.stack, model_id)
+        self._repeats = Repeats()
         self._version = check_count(version, "version", least=0)
         # Reentrant, as a layer may add a worker.
         self._starting = threading.RLock()
@@ -468,9 +470,11 @@ class Sender(Updater):
         seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
         with self._starting:
             self._check_ready()
+            if counted:
+                self._repeats.keep_quiet()
             self._begins = True
             try:
-                pending = self._begin(
+                pending, to_all = self._begin(
                     given,
                     worker_ids,
                     seconds,
@@ -481,6 +485,9 @@ class Sender(Updater):
                 )
                 begun.append(pending)
                 self._pending = pending
+                if to_all is not None:
+                    # While the workers commit it.
+                    pending.unchanged = self._repeats.look(to_all)
             finally:
                 self._begins = False
             if self._closed:
@@ -500,7 +507,8 @@ class Sender(Updater):
         counted: bool,
         version: int | None,
         extras: Mapping[str, Tensor] | None,
-    ) -> PendingSend:
+    ) -> tuple[PendingSend, Payload | None]:
+        """Start a send; return the version, too, where that goes to all workers."""
         addressed = self._members.ids
         if worker_ids is not None:
             addressed = normalize(worker_ids, addressed)
@@ -530,11 +538,14 @@ class Sender(Updater):
                 self._version = version
             prepared = time.perf_counter()
             packing = Stopwatch()
-            deliveries = {}
+            deliveries: dict[int, Delivery] = {}
+            to_all = None
             if sends:
-                deliveries = self._pipeline.send(update, self._version, due, packing)
+                payload = Payload(self._version, *attached(update), packing=packing)
+                deliveries = self._pipeline.send(payload, due)
+                to_all = payload if to_none or len(due) == len(self._members.ids) else None
             skipped = () if due is addressed else [i for i in addressed if i not in due]
-            return PendingSend(
+            pending = PendingSend(
                 self._version,
                 deliveries,
                 skipped,
@@ -549,6 +560,7 @@ class Sender(Updater):
                 publish_seconds=time.perf_counter() - prepared,
                 packing=packing,
             )
+        return pending, to_all
 
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
@@ -724,6 +736,7 @@ class Sender(Updater):
             report = report.with_returned(returned) if returned else report
         if self._post_hooks and not report.failed:
             self._run_post_hooks()
+        self._repeats.count(report, self._source.found)
         tell(report, tuple(self._reporters.values()))
         return report
 

@@ -121,6 +121,8 @@ class Payload:
         stage_seconds: (receiver) how long the version took to come from then on.
         packing: (sender) how long `pack` took, all its calls together.
         base: (sender) the version that this increment builds on; 0 for a whole version.
+        packed: (sender) the blocks that hold all of it, for as long as `send` runs and until the
+            next version is sent; a transport that packs in another way than by `pack` adds its own.
 
     Example:
         >>> layout = Layout.of({"bias": torch.ones(3)})
@@ -137,6 +139,7 @@ class Payload:
     stage_seconds: float = 0.0
     packing: Stopwatch = field(default_factory=Stopwatch, compare=False)
     base: int = 0
+    packed: list[Block] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -178,6 +181,8 @@ class Payload:
             sources = [sources[position] for position in positions]
         copy(targets, sources)
         self.packing.seconds += time.perf_counter() - begin
+        if positions is None:
+            self.packed.append(block)
 
     @property
     def is_streamed(self) -> bool:
@@ -213,6 +218,8 @@ class Payload:
         start = len(self.layout.header)
         for position in source.fill(block.views(self.layout), self.packing):
             after = position + 1
+            if after == len(specs):
+                self.packed.append(block)
             yield start + specs[after].offset if after < len(specs) else self.nbytes
 
     def to_bytes(self) -> bytes:
