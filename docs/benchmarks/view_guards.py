@@ -41,7 +41,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", type=int, default=[10, 400], metavar="MB")
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     print("| MB | way | ms | own MB |")
     print("|--:|---|--:|--:|")
