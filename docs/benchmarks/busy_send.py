@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--workers", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--models", nargs="+", default=["small", "medium"])
     parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
-    parser.add_argument("--rounds", type=int, default=25, help="of each turn")
+    parser.add_argument("--rounds", type=int, default=20, help="of each turn")
     parser.add_argument("--turns", type=int, default=4)
     arguments = parser.parse_args()
     # TorchRL's copy is faster so: on cores that workers use, torch's threads wait for each other.
