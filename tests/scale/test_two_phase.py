@@ -324,6 +324,25 @@ def test_a_worker_that_asks_for_ever_is_answered_once() -> None:
         assert fleet.send(0).updated == (0,)
 
 
+def test_a_version_asked_for_again_comes_after_one_that_replaced_it() -> None:
+    with Fleet("two_phase::thread", 1) as fleet:
+        sending: Any = fleet.sender._pipeline.transport
+        transport: Any = fleet.receivers[0]._transport
+        assert fleet.send(0).updated == (0,)
+        fleet.model["a"].fill_(2.0)
+        pending = fleet.sender.send_async()
+        payload = transport.receive(20.0)
+        payload.release()
+        refusal = Answer.refusal(payload.version, SyncError("dropped"))
+        transport.acknowledge(replace(refusal, request=AGAIN))
+        with pytest.raises(SendError, match="dropped"):
+            pending.wait()
+        assert eventually(lambda: sending._members[0].again, 20)
+        assert fleet.send(give_up=True).updated == ()
+        assert fleet.receivers[0].receive(20.0) == 2
+        assert fleet.models[0]["a"].unique().tolist() == [2.0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

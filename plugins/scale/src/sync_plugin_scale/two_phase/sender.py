@@ -437,7 +437,7 @@ class TwoPhaseSender(SenderTransport):
         asks = answer is not None and answer.request == AGAIN and error is not None
         if asks and member is not None and not member.again:
             # Once: a worker that asks for ever must not keep the sender busy.
-            member.again = True
+            member.again = member.fresh = True
             self._send_alone(worker_id)
 
     def _send_alone(self, worker_id: int) -> None:
