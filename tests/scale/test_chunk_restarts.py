@@ -98,3 +98,31 @@ def test_a_worker_that_asks_for_ever_fails_and_costs_the_others_nothing(scheme: 
         assert pending.wait().updated == (0, 1)
         for receiver in receivers:
             receiver.close()
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_a_first_chunk_that_crosses_an_answer_costs_no_version(scheme: str) -> None:
+    model, copy = nn.Linear(40, 40), nn.Linear(40, 40)
+    with Sender(Chunked(scheme, mb=0.003), model, num_workers=1, timeout=20) as sender:
+        receiver = Receiver(sender.address(0), copy)
+        pending = sender.send_async()
+        transport = chunked(receiver)
+        first = transport.next_chunk(5)
+        assert first is not None
+        second = transport._lanes[1].receive(5)
+        assert second is not None
+        again = replace(Answer.refusal(second.version, ValueError("no")), request="again")
+        second.release()
+        transport._lanes[1].acknowledge(again)
+        # Of three chunks, none would come after the second to show that it is missing.
+        assert transport._version is not None
+        assert transport._version.count == 3
+        # The sender has begun once more, and the answer to its first chunk is too late.
+        second = transport._lanes[1].receive(5)
+        assert second is not None
+        transport.keep(first)
+        transport.keep(transport._read(second, 1))
+        assert receiver.receive(3) == 1
+        assert pending.wait().updated == (0,)
+        assert torch.equal(model.weight, copy.weight)
+        receiver.close()

@@ -524,11 +524,14 @@ class ChunkedReceiver(ReceiverTransport):
                 payload.release()
                 self._lanes[lane].acknowledge(Answer.refusal(payload.version, wrong))
                 raise
-            if chunk.index == 0:
+            known = self._version
+            kept = None if known is None or self._next < 2 else (known.version, known.nbytes)
+            # The first chunk once more has crossed an answer. The chunks that came after it would
+            # not come once more, so they are asked for.
+            if chunk.index == 0 and kept != (chunk.version, chunk.nbytes):
                 self._since = payload.known_at or time.perf_counter()
                 self._version = ChunkedVersion(chunk.version, chunk.nbytes, chunk.chunk_nbytes)
                 return chunk
-            known = self._version
             expected = None if known is None else (known.version, known.nbytes, self._next)
             if expected == (chunk.version, chunk.nbytes, chunk.index):
                 return chunk
