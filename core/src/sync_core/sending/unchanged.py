@@ -175,15 +175,16 @@ def _packed(payload: Payload) -> memoryview | None:
     block = payload.packed[-1] if payload.packed else payload.source
     if isinstance(block, Block):
         bodies = block.bodies(payload.layout)
-        if len(bodies) != 1 or not bodies[0].is_cpu:
+        if len(bodies) != 1:
             raise _ElsewhereError
-        return bodies[0].numpy().data
+        return _bytes(bodies[0])
     if payload.is_streamed:
         raise _ElsewhereError
     return None
 
 
 def _bytes(tensor: Tensor) -> memoryview:
+    # By its address, since `Tensor.numpy` makes a storage one that cannot be resized.
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
     if not plain or not tensor.data_ptr():
         raise _ElsewhereError
