@@ -38,12 +38,14 @@ def address(sender: Sender) -> str:
     return StatusServer(sender).address
 
 
-def send_to_the_first(sender: Sender) -> None:
+def send_to_the_first(sender: Sender) -> Receiver:
+    """Send a version that worker 0 receives, and worker 1 does not."""
     receiver = Receiver(sender.address(0), nn.Linear(2, 2))
     pending = sender.send_async()
     receiver.receive()
     with pytest.raises(SendError):
         pending.wait(0)
+    return receiver
 
 
 def threads() -> list[str]:
@@ -53,7 +55,7 @@ def threads() -> list[str]:
 def test_the_status_names_what_is_stale(sender: Sender, address: str) -> None:
     before = fetch(address)
     assert (before["version"], before["last"], before["sends"]) == (0, None, 0)
-    send_to_the_first(sender)
+    receiver = send_to_the_first(sender)
     status = fetch(address)
     assert (status["scheme"], status["version"], status["failed_sends"]) == ("thread", 1, 1)
     assert status["last"]["publish_seconds"] > 0
@@ -68,6 +70,7 @@ def test_the_status_names_what_is_stale(sender: Sender, address: str) -> None:
     assert fresh["last"]["nbytes"] == status["nbytes"] > 0
     assert (stale["state"], stale["version"], stale["lag"]) == ("suspect", 0, 1)
     assert "did not confirm version 1" in stale["error"]
+    receiver.close()
 
 
 def test_json_has_the_fields_that_are_documented(address: str) -> None:
@@ -183,7 +186,7 @@ def test_the_former_argument_is_answered_with_what_to_type() -> None:
 
 def test_watch_prints_a_table(sender: Sender, address: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    send_to_the_first(sender)
+    receiver = send_to_the_first(sender)
     assert main(["watch", address, "--once"]) == 0
     printed = capsys.readouterr().out
     assert "policy by thread" in printed
@@ -195,6 +198,7 @@ def test_watch_prints_a_table(sender: Sender, address: str, capsys: Any, monkeyp
     assert stale is not None
     assert stale[0].split() == ["1", "suspect", "0", "s", "0", "1"]
     assert "worker 1: did not confirm version 1" in printed
+    receiver.close()
 
 
 def test_watch_goes_on_until_the_sender_closes(sender: Sender, address: str, capsys: Any) -> None:
