@@ -60,12 +60,15 @@ def measure(size: str, trainer: str, worker: str) -> tuple[float, float]:
     """Return the medians of a send and of its part until the trainer may go on, in ms."""
     group = choose_group(["shm"], None)(Worker, 2, timeout=120.0)
     try:
-        with Sender("shm", make(size, trainer), num_workers=2) as sender:
+        model = make(size, trainer)
+        with Sender("shm", model, num_workers=2) as sender:
             for i in group.worker_ids:
                 group.call(i, Worker.connect, sender.address(i), size, worker).result(120)
             calls = [group.call(i, Worker.receive, SENDS) for i in group.worker_ids]
             took = []
-            for _ in range(SENDS):
+            for step in range(SENDS):
+                for parameter in model.parameters():
+                    nn.init.constant_(parameter, step)
                 began = time.perf_counter()
                 pending = sender.send_async()
                 packed = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a guard costs that would let a worker write to weights that it only views.
+"""Measure guards that let a worker write to weights that it only views.
 
     python docs/benchmarks/view_guards.py | python docs/benchmarks/page.py --record guards
 

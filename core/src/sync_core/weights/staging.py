@@ -1,6 +1,6 @@
 """Copies many small tensors from host memory to a GPU in one transfer.
 
-By itself each would need a transfer, which takes 15 µs, and with several processes at one GPU 280.
+A transfer for each takes 15 µs, or 280 µs where several processes use the GPU.
 """
 
 from __future__ import annotations
