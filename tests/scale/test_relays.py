@@ -50,7 +50,8 @@ class Workers:
 class TestChunks(DeliveryCases, ProtocolCases, LifetimeCases, FaultCases):
     """Versions of many chunks are those of any other scheme."""
 
-    scheme = Chunked("thread", mb=0.0003)
+    # Three chunks of a small policy, and 20,000 of the largest model, which take some seconds.
+    scheme = Chunked("thread", mb=0.0008)
 
 
 def weights(nbytes: int) -> dict[str, torch.Tensor]:
