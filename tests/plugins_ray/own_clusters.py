@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,12 @@ def pids(group: RayGroup) -> list[int]:
     return [group.call(i, Host.pid).result() for i in group.worker_ids]
 
 
+def fail(error: threading.ExceptHookArgs) -> None:
+    """Leave the exit code of an error, which one in a thread does not have by itself."""
+    traceback.print_exception(error.exc_value)
+    os._exit(1)
+
+
 def say(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
@@ -144,4 +151,5 @@ if __name__ == "__main__":
     shut_down_before_they_stop()
     shut_down_on_demand()
     left_by_the_group()
+    threading.excepthook = fail
     threading.Thread(target=send_when_the_main_thread_has_ended).start()
