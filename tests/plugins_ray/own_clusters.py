@@ -125,7 +125,7 @@ def send_when_the_main_thread_has_ended() -> None:
     actor: Any = ray.remote(Agent).options(num_cpus=0).remote(2_200_000)
     weights = {name: torch.ones(2_200_000) for name in "ab"}
     threading.main_thread().join()
-    with Sender("ray", weights, workers=[actor]) as sender:
+    with Sender("ray", weights, workers=[actor], timeout=150) as sender:
         assert sender.send().updated == (0,)
     ray.shutdown()
     say("done")

@@ -12,10 +12,10 @@ from sync_testing import eventually
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_clusters_of_their_own(run_script: Callable[[str, float], list[str]]) -> None:
     # Ray may have a line to say about those that it lost.
-    said = [line.split() for line in run_script("own_clusters.py", 290)]
+    said = [line.split() for line in run_script("own_clusters.py", 480)]
     assert said[-1] == ["done"]
     pids = [int(pid) for kind, *numbers in said if kind == "workers" for pid in numbers]
     assert len(pids) == 6
