@@ -7,11 +7,19 @@ vLLM calls `register` in each of its processes, and finds the weight transfer en
 
 from sync_plugin_vllm.clients import EngineError, HttpClient
 from sync_plugin_vllm.target import EngineStatus, VllmTarget
-from sync_plugin_vllm.votes import NotLoadedError
+from sync_plugin_vllm.votes import AsleepError, NotLoadedError
 
 __version__ = "0.1.0"
 
-__all__ = ["EngineError", "EngineStatus", "HttpClient", "NotLoadedError", "VllmTarget", "register"]
+__all__ = [
+    "AsleepError",
+    "EngineError",
+    "EngineStatus",
+    "HttpClient",
+    "NotLoadedError",
+    "VllmTarget",
+    "register",
+]
 
 
 def register() -> None:

@@ -47,6 +47,11 @@ class Client(ABC):
     def pause(self, mode: Pause, timeout: float) -> None:
         """Stop scheduling tokens, and drop the caches of prompts, images and encoders."""
 
+    def is_paused(self, timeout: float) -> bool:
+        """Return whether it schedules no tokens already, and not because of `pause`."""
+        del timeout
+        return False
+
     @abstractmethod
     def update(self, version: int, timeout: float) -> None:
         """Load the version that is staged."""
@@ -191,6 +196,9 @@ class HttpClient(Client):
 
     def pause(self, mode: Pause, timeout: float) -> None:
         self.call(f"pause?mode={mode}&clear_cache=true", timeout)
+
+    def is_paused(self, timeout: float) -> bool:
+        return bool(self.call("is_paused", timeout, method="GET")["is_paused"])
 
     def update(self, version: int, timeout: float) -> None:
         self.call("update_weights", timeout, {"update_info": {"version": version}})

@@ -11,6 +11,9 @@ A version takes these calls, all made by `sync_plugin_vllm.VllmTarget` through v
 The ranks compare their results after each of these calls, so that they load one version, or none.
 What goes wrong with a version is reported to the sender, rank by rank, and not raised: a rank that
 raises leaves vLLM's other ranks in a weight update that cannot be finished.
+
+A rank whose weights were discarded (``sleep(level=2)``) joins its sender again, as a worker that
+has no version. While its weights are asleep it refuses versions; see `sync_plugin_vllm.sleep`.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from sync_core.registry import LAYERS, find
 from sync_plugin_vllm.names import check_names, check_tied, is_tied, tied_names
 from sync_plugin_vllm.proof import Proof, check_provable
 from sync_plugin_vllm.reload import Kind, rehearse_loading, reload_weights
+from sync_plugin_vllm.sleep import watch_sleep
 from sync_plugin_vllm.votes import NotLoadedError
 
 _logger = init_logger(__name__)
@@ -74,10 +78,15 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
     supports_draft_weight_update = False
 
     _receiver: Receiver | None = None
+    _address: Address | None = None
     _staged: int | None = None
     _verify = False
     _advice = ""
     _loads = 0
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._memory = watch_sleep(self.model_config, self._lost_weights)
 
     def init_transfer_engine(self, init_info: SyncCoreInitInfo) -> None:
         """Connect to the sender; the one before, if any, loses this engine.
@@ -105,13 +114,14 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             self._check_names(address.layout.names, self._names, advice)
             if self.model_config.quantization is None:
                 rehearse_loading(self.model, _kinds(address.layout, self.model))
-            receiver = Receiver(address, load=self._load, background=True)
+            receiver = self._join(address)
         except Exception as raised:
             error = raised
         problems = self._gather(None if error is None else f"{type(error).__name__}: {error}")
         if not any(problems):
             self.shutdown()
-            self._receiver, self._verify, self._advice = receiver, init_info.verify, advice
+            self._receiver, self._address = receiver, address
+            self._verify, self._advice = init_info.verify, advice
             return
         if receiver is not None:
             receiver.close()
@@ -124,7 +134,11 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         """Stage the newest version; the model keeps the one that it has."""
         self._staged = None
         try:
-            self._staged = self._connected().stage()
+            receiver = self._connected()
+            self._staged = receiver.stage()
+            if self._memory.asleep:
+                self._staged = None
+                receiver.reject(self._memory.error(receiver.worker_id))
         except Exception:
             _logger.exception("no version could be staged")
 
@@ -135,9 +149,14 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
     def receive_weights(self, update_info: SyncCoreUpdateInfo) -> None:
         """Load a version, and answer the sender."""
         receiver = self._connected()
+        if self._memory.asleep:
+            self._staged = None
         staged = self._gather(self._staged)
         if update_info.check:
             self._check_staged(staged, update_info.version)
+            return
+        if self._memory.asleep:
+            receiver.reject(self._memory.error(receiver.worker_id))
             return
         if any(version != update_info.version for version in staged):
             receiver.reject(
@@ -161,6 +180,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         if error is not None:
             receiver.reject(error)
             return
+        self._memory.discarded = False
         receiver.confirm()
 
     def finish_weight_update(self) -> None:
@@ -177,12 +197,29 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             self._receiver.close()
             self._receiver = None
 
+    def _join(self, address: Address) -> Receiver:
+        return Receiver(address, load=self._load, background=True)
+
+    def _lost_weights(self) -> None:
+        """Join the sender again, which then knows that this rank has no version."""
+        if self._receiver is None or self._address is None:
+            return
+        self._staged = None
+        self.shutdown()
+        try:
+            self._receiver = self._join(self._address)
+        except SyncError:
+            # The sender counts this rank as lost; the engine may sleep all the same.
+            _logger.exception("this rank could not join its sender again")
+
     def _check_staged(self, staged: list[int | None], version: int) -> None:
         """Raise, in the last rank alone, unless all ranks have staged a version."""
         if all(found == version for found in staged) or self._rank < self._world_size - 1:
             return
         # vLLM counts the update as ended in a rank that raises.
         self.finish_weight_update()
+        if self._memory.asleep:
+            raise self._memory.error(self._connected().worker_id)
         raise SyncError(f"its ranks have staged the versions {staged} rather than {version}")
 
     def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from sync_core.checks import check_seconds
 from sync_plugin_vllm.clients import Client, Pause, client_for
 from sync_plugin_vllm.votes import NotLoadedError, Votes
 
-State: TypeAlias = Literal["unconnected", "current", "behind", "bad"]
+State: TypeAlias = Literal["unconnected", "current", "behind", "bad", "lost"]
 
 #: The label of outputs of an engine that has loaded a part of a version.
 BAD = "bad"
@@ -49,10 +50,11 @@ class EngineStatus:
         name: its URL, or the kind of object that it is.
         worker_ids: its ranks, by their ids in the sender.
         state: ``"unconnected"``, no rank is connected to the sender; ``"current"``, all ranks have
-            the newest version, or none was sent yet; ``"behind"``, all keep an older one;
-            ``"bad"``, a rank may hold parts of a version, or ranks hold different ones.
-        version: the version that it generates with; 0 for the weights that it was started with,
-            None while it is bad.
+            the newest version; ``"behind"``, all keep an older one, or none was sent yet;
+            ``"bad"``, a rank may hold parts of a version, or ranks hold different ones;
+            ``"lost"``, a rank has lost its weights by ``sleep(level=2)``, or its sender by dying.
+        version: the version that it generates with; 0 for the weights that it had when it was
+            connected, None while it is bad or lost.
         pause_seconds: how long it was paused for the last update.
         error: why the last update failed, or None.
     """
@@ -149,6 +151,8 @@ class VllmTarget:
         self._all_or_none = all_or_none
         self._timeout = check_seconds(timeout)
         self._sender: Sender | None = None
+        self._closed = False
+        self._forget_sender: Callable[[], object] | None = None
         self._engines: list[_Engine] = []
         self._sending = threading.RLock()
         several = engines if isinstance(engines, list | tuple) else [engines]
@@ -166,7 +170,7 @@ class VllmTarget:
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
         """The status of each engine, in the order in which they were given."""
-        return tuple(engine.status for engine in self._engines)
+        return tuple(self._status(engine.status) for engine in self._engines)
 
     def connect(self, sender: Sender, addresses: Sequence[Address] | None = None) -> None:
         """Connect every rank of every engine to a sender, which has a worker for each.
@@ -197,7 +201,10 @@ class VllmTarget:
                     f"addresses has {len(addresses)} addresses, and the engines {len(ids)} ranks; "
                     "give one for each worker of the sender, in the order of their ids"
                 )
-            self._sender = sender
+            if self._forget_sender is not None:
+                self._forget_sender()
+            self._sender, self._closed = sender, False
+            self._forget_sender = sender.on_close(partial(_settle, weakref.ref(self)))
             self._connect(self._engines, addresses)
 
     def add(self, engine: Any) -> tuple[int, ...]:
@@ -274,6 +281,23 @@ class VllmTarget:
             _raise_first(self._engines)
             return report
 
+    def _settle(self) -> None:
+        """Keep what is known of the engines, as their sender is closed."""
+        for engine in self._engines:
+            engine.status = self._status(engine.status)
+        self._closed = True
+
+    def _status(self, status: EngineStatus) -> EngineStatus:
+        """The status of an engine, given what the sender knows of its ranks by now."""
+        if self._sender is None or self._closed or status.state in ("unconnected", "bad"):
+            return status
+        workers = self._sender.workers
+        known = [workers[i] for i in status.worker_ids if i in workers]
+        # A rank without weights joins its sender again, as a worker that has no version.
+        if any(w.state == "lost" or (status.version and not w.version) for w in known):
+            return replace(status, state="lost", version=None)
+        return status
+
     def _connect(
         self, engines: Sequence[_Engine], addresses: Sequence[Address] | None = None
     ) -> None:
@@ -289,11 +313,13 @@ class VllmTarget:
         _raise_first(engines)
 
     def _init(self, engine: _Engine, addresses: Sequence[Address], deadline: float) -> None:
-        sender = self._connected()
         texts = [address.to_json() for address in addresses]
         info = {"addresses": texts, "verify": self._verify}
         engine.client.init(info, _left(deadline))
-        engine.set(state="current" if not sender.version else "behind", error=None)
+        if engine.torn:
+            engine.set(state="bad", version=None, error=None)
+        else:
+            engine.set(state="behind", version=0, error=None)
 
     def _votes(self, pending: PendingSend, deadline: float) -> Votes:
         """The votes about a version, of those engines for which the send waits."""
@@ -348,14 +374,15 @@ class VllmTarget:
                 client.finish(_left(deadline))
         engine.unfinished = True
         client.start(_left(deadline))
+        _raise_refusal(deliveries)
         if self._all_or_none:
-            _raise_refusal(deliveries)
             client.check(version, _left(deadline))
         if not votes.pass_on("staged", engine.key):
             raise _OthersFailedError(votes.reason)
         engine.pause_began = time.perf_counter()
         if not engine.paused:
-            engine.paused = True
+            # One that its user has paused, or woken up in part, is not resumed here.
+            engine.paused = not client.is_paused(_left(deadline))
             client.pause(self._pause, _left(deadline))
         if not votes.pass_on("paused", engine.key):
             raise _OthersFailedError(votes.reason)
@@ -419,6 +446,11 @@ class VllmTarget:
         if self._sender is None:
             raise SyncError("the engines have no sender yet; type target.connect(sender)")
         return self._sender
+
+
+def _settle(target: weakref.ref[VllmTarget]) -> None:
+    if (alive := target()) is not None:
+        alive._settle()
 
 
 def _fail(engine: _Engine, pending: PendingSend, reason: object) -> None:

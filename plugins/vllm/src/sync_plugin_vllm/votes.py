@@ -21,6 +21,15 @@ class NotLoadedError(TransportError):
     failure = "vllm-not-loaded"
 
 
+class AsleepError(TransportError):
+    """An engine is asleep, so that no version can be loaded into it.
+
+    The engine is not at fault, so ``on_failure`` of the sender leaves its workers alone.
+    """
+
+    failure = "vllm-asleep"
+
+
 class Votes:
     """The votes about one version: no engine takes a step before all have taken the one before.
 

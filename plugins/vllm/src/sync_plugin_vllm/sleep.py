@@ -1,0 +1,129 @@
+"""What the sleep of an engine does to the weights in one rank.
+
+vLLM puts each rank to sleep by a *sleep-mode backend*: ``suspend(1)`` moves the weights to the
+host, and ``suspend(2)`` discards them. Nothing tells a weight transfer engine. So `watch_sleep`
+puts a backend around the one that the engine was configured with, by vLLM's own registry of
+backends, before vLLM makes it at the first sleep.
+
+vLLM for CPUs ignores sleep, keeps the weights, and makes no backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
+
+from sync_plugin_vllm.votes import AsleepError
+
+_WEIGHTS = "weights"
+_numbers = itertools.count(1)
+
+
+class WeightMemory:
+    """Whether the memory of the weights is there, and whether they are what was loaded last.
+
+    Args:
+        on_discard: called after weights were discarded.
+    """
+
+    def __init__(self, on_discard: Callable[[], None]) -> None:
+        self._on_discard = on_discard
+        #: Whether the weights cannot be read or written now.
+        self.asleep = False
+        #: Whether no weights were loaded since they were discarded.
+        self.discarded = False
+
+    def left(self, *, kept: bool) -> None:
+        """Note that the memory was released, and whether its content is kept elsewhere."""
+        self.asleep = True
+        if not kept:
+            self.discarded = True
+            self._on_discard()
+
+    def error(self, worker_id: int) -> AsleepError:
+        """The reason why a version is not loaded now."""
+        fate = "lost its weights, which the next send brings" if self.discarded else "kept them"
+        return AsleepError(
+            worker_id,
+            f"the engine is asleep and has {fate}: wake it up before a send, by "
+            'llm.wake_up(tags=["weights"]), or POST /wake_up?tags=weights of a server',
+        )
+
+
+class WatchedBackend(SleepModeBackend):
+    """A sleep-mode backend that reports what another does; `watch_sleep` makes its subclasses."""
+
+    memory: ClassVar[WeightMemory]
+    watched: ClassVar[type[SleepModeBackend]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._backend = self.watched()
+
+    def suspend(self, level: int = 1) -> None:
+        try:
+            self._backend.suspend(level)
+        finally:
+            self.memory.left(kept=level == 1)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._backend.resume(tags)
+        if tags is None or _WEIGHTS in tags:
+            self.memory.asleep = False
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        try:
+            self._backend.discard(tags)
+        finally:
+            if _WEIGHTS in tags:
+                self.memory.left(kept=False)
+
+    def state(self) -> Any:
+        return self._backend.state()
+
+    @classmethod
+    def is_supported(cls) -> bool:
+        return cls.watched.is_supported()
+
+    @classmethod
+    def preserves_communicators(cls) -> bool:
+        return cls.watched.preserves_communicators()
+
+    @classmethod
+    def preserves_compiled_artifacts(cls) -> bool:
+        return cls.watched.preserves_compiled_artifacts()
+
+    @classmethod
+    def preserves_graphs_with_communicators(cls) -> bool:
+        return cls.watched.preserves_graphs_with_communicators()
+
+    @classmethod
+    def supports_durable_storage(cls) -> bool:
+        return cls.watched.supports_durable_storage()
+
+
+def watch_sleep(model_config: Any, on_discard: Callable[[], None]) -> WeightMemory:
+    """Watch the sleep of the rank in this process.
+
+    Args:
+        model_config: vLLM's configuration of the model; its ``sleep_mode_backend`` is replaced.
+        on_discard: called after weights were discarded.
+
+    Returns:
+        What is known of the memory of the weights from now on.
+    """
+    memory = WeightMemory(on_discard)
+    watched = SleepModeBackendFactory.get_backend_class(model_config.sleep_mode_backend)
+    if issubclass(watched, WatchedBackend):
+        watched = watched.watched  # the configuration has served another engine
+    # vLLM makes a backend by a name, a module and a class, so each engine gets these.
+    name = f"Watched{next(_numbers)}"
+    attributes = {"memory": memory, "watched": watched, "__module__": __name__}
+    setattr(sys.modules[__name__], name, type(name, (WatchedBackend,), attributes))
+    model_config.sleep_mode_backend = f"sync_core-{name}"
+    SleepModeBackendFactory.register_backend(model_config.sleep_mode_backend, __name__, name)
+    return memory
