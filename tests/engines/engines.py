@@ -237,6 +237,11 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    def get(self, path: str) -> Any:
+        """What the server answers."""
+        with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as reply:
+            return json.loads(reply.read())
+
     def generated(self) -> tuple[list[int], list[str]]:
         """See `generated`."""
         params = {"temperature": 0, "max_tokens": NEW_TOKENS}

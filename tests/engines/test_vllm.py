@@ -187,6 +187,17 @@ def test_no_engine_loads_what_one_has_not_staged(
         check_output(server.generated(), model, "3")
 
 
+def test_a_server_that_its_user_has_paused_is_not_resumed(server: Server) -> None:
+    model = make_llama(4)
+    target = VllmTarget(server.url)
+    with connected(target, model):
+        for paused in (True, False):
+            server.post(f"{'pause' if paused else 'resume'}?mode=abort", {})
+            target.send()
+            assert server.get("is_paused") == {"is_paused": paused}
+        check_output(server.generated(), model, "2")
+
+
 def test_other_addresses_are_refused(llm: Any, server: Server, tmp_path: Path) -> None:
     before = server.generated()
     with Sender("shm", make_llama(5), num_workers=1, strategy="checkpoint") as sender:

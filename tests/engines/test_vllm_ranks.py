@@ -36,6 +36,7 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     llm: Any = LLM(
         str(tmp_path),
         tensor_parallel_size=2,
+        worker_cls="tests.engines.sleeping.SleepingWorker",
         weight_transfer_config=WeightTransferConfig(backend="sync_core"),
         **OPTIONS,
     )
@@ -105,6 +106,16 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
         assert target.engines[0].state == "bad"
         target.send()
         check_output(generated(llm), model, "4")
+
+        # Both ranks lose their weights together, and get them with the next send.
+        llm.sleep(level=2)
+        assert [engine.state for engine in target.engines] == ["lost"]
+        with pytest.raises(SendError, match="is asleep and has lost its weights") as raised:
+            target.send()
+        assert set(raised.value.report.failed) == {0, 1}
+        llm.wake_up()
+        version = target.send().version
+        check_output(generated(llm), model, version)
 
     # With all_or_none a rank that has not staged a version is known before any rank loads.
     with Sender("shm", model, num_workers=2, strategy="checkpoint", timeout=60) as sender:

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.engines import change, check_output, generated, make_llama, with_engine
+from tests.engines.engines import (
+    blocks,
+    change,
+    check_output,
+    generated,
+    make_llama,
+    with_engine,
+)
 
 from sync_core import Sender, SendError
 from sync_plugin_vllm import AsleepError, VllmTarget
@@ -28,40 +35,45 @@ def lost(target: VllmTarget, sender: Sender) -> None:
     assert (sender.workers[0].state, sender.workers[0].version) == ("behind", 0)
 
 
-@pytest.mark.parametrize("scheme", ["shm", "increments::shm"])
-def test_discarded_weights_are_known_and_come_with_the_next_send(
-    checkpoint: Path, scheme: str
-) -> None:
+def test_discarded_weights_are_known_and_come_with_the_next_send(checkpoint: Path) -> None:
     from tests.engines.sleeping import WORKER
 
-    model = make_llama(1)
-
     def use(llm: Any) -> None:
-        target = VllmTarget(llm, all_or_none=scheme != "shm")
-        with Sender(scheme, model, num_workers=1, strategy="checkpoint", timeout=60) as sender:
-            target.connect(sender)
-            target.send()
-            check_output(generated(llm), model, "1")
-
-            # At level 1 the weights are kept, and cannot be written.
-            llm.sleep(level=1)
-            assert target.engines[0].state == "current"
-            refused(target)
-            llm.wake_up()
-            assert (target.engines[0].state, target.engines[0].version) == ("behind", 1)
-            check_output(generated(llm), model, "1")
-            target.send()
-
-            llm.sleep(level=2)
-            lost(target, sender)
-            refused(target)
-            lost(target, sender)
-            llm.wake_up(tags=["weights"])
-            lost(target, sender)
-            change(model)
-            version = target.send().version
-            assert target.engines[0].state == sender.workers[0].state == "current"
-            llm.wake_up(tags=["kv_cache"])
-            check_output(generated(llm), model, version)
+        sleep_and_send(llm, "shm", all_or_none=False)
+        sleep_and_send(llm, "increments::dist", all_or_none=True)
 
     with_engine(checkpoint, use, worker_cls=WORKER)
+
+
+def sleep_and_send(llm: Any, scheme: str, *, all_or_none: bool) -> None:
+    model = make_llama(1)
+    target = VllmTarget(llm, all_or_none=all_or_none)
+    with Sender(scheme, model, num_workers=1, strategy="checkpoint", timeout=60) as sender:
+        target.connect(sender)
+        target.send()
+        check_output(generated(llm), model, "1")
+
+        # At level 1 the weights are kept, and cannot be written.
+        llm.sleep(level=1)
+        assert target.engines[0].state == "current"
+        refused(target)
+        llm.wake_up()
+        assert (target.engines[0].state, target.engines[0].version) == ("behind", 1)
+        check_output(generated(llm), model, "1")
+        target.send()
+
+        llm.sleep(level=2)
+        lost(target, sender)
+        refused(target)
+        lost(target, sender)
+        llm.wake_up(tags=["weights"])
+        lost(target, sender)
+        change(model)
+        version = target.send().version
+        assert target.engines[0].state == sender.workers[0].state == "current"
+        llm.wake_up(tags=["kv_cache"])
+        check_output(generated(llm), model, version)
+
+        names = dict(llm=llm, target=target, model=model, train=change)
+        exec(compile(blocks("python")[4], "vllm.md", "exec"), names)
+        check_output(generated(llm), model, version + 1)

@@ -28,7 +28,7 @@ from sync_core import (
 )
 from sync_plugin_scale import Sharded, join_addresses
 from sync_plugin_std import lora
-from sync_plugin_vllm import NotLoadedError, VllmTarget
+from sync_plugin_vllm import AsleepError, NotLoadedError, VllmTarget
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -56,6 +56,7 @@ class TorchEngine:
         self.go_on.set()
         self.fails_in = ""
         self.hangs_in = ""
+        self.asleep = False
         self.updating = False
         self.calls: list[tuple[str, TorchEngine]] = []
 
@@ -70,8 +71,17 @@ class TorchEngine:
         return 1
 
     def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
-        [address] = request["init_info"]["addresses"]
-        self.receiver = Receiver(Address.from_json(address), load=self.load)
+        [self.address] = request["init_info"]["addresses"]
+        self.join()
+
+    def join(self) -> None:
+        self.receiver = Receiver(Address.from_json(self.address), load=self.load)
+
+    def sleep(self) -> None:
+        """Discard the weights, as ``sleep(level=2)`` does."""
+        self.asleep = True
+        self.receiver.close()
+        self.join()
 
     def load(self, named: Any) -> None:
         self.call("load")
@@ -84,6 +94,8 @@ class TorchEngine:
         self.call("start")
         if self.fails_in != "stage":
             self.receiver.stage(10)
+        if self.asleep:
+            self.receiver.reject(AsleepError(self.receiver.worker_id, "the engine is asleep"))
 
     def update_weights(self, request: dict[str, Any]) -> None:
         version = request["update_info"]["version"]
@@ -94,6 +106,8 @@ class TorchEngine:
                     f"its ranks have staged {[self.receiver.staged]}: no engine is there"
                 )
             return
+        if self.asleep:
+            return  # it has refused the version already
         assert self.receiver.staged == version
         try:
             self.receiver.load()
@@ -304,6 +318,40 @@ def test_one_that_fails_to_load_is_bad_alone(engines: list[TorchEngine]) -> None
         assert [status.state for status in target.engines] == ["current", "bad"]
         engines[1].fails_in = ""
         assert target.send().updated == (0, 1)
+
+
+@pytest.mark.parametrize("all_or_none", [False, True])
+def test_an_engine_without_weights_is_not_current(
+    engines: list[TorchEngine], *, all_or_none: bool
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    target = VllmTarget(engines, all_or_none=all_or_none, timeout=20)
+    with connected(target, model) as sender:
+        target.send()
+        engines[1].sleep()
+        for _ in range(2):
+            assert [engine.state for engine in target.engines] == ["current", "lost"]
+            assert (target.engines[1].version, sender.workers[1].version) == (None, 0)
+            with pytest.raises(SendError, match="the engine is asleep") as raised:
+                target.send()
+            assert raised.value.report.updated == (() if all_or_none else (0,))
+            assert isinstance(raised.value.report.failed[1].error, AsleepError)
+            assert sender.workers[1].failures == 0
+            if all_or_none:
+                assert target.engines[0].state == "behind"
+                assert "the engine is asleep" in str(target.engines[0].error)
+                break
+        engines[1].asleep = False
+        assert target.send().updated == (0, 1)
+        assert [engine.state for engine in target.engines] == ["current", "current"]
+    # The end of a sender is no loss of weights.
+    assert [engine.state for engine in target.engines] == ["current", "current"]
+
+
+def test_nothing_is_current_before_the_first_send(engines: list[TorchEngine]) -> None:
+    target = VllmTarget(engines, timeout=20)
+    with connected(target, torch.nn.Linear(2, 1)):
+        assert [(e.state, e.version) for e in target.engines] == [("behind", 0)] * 2
 
 
 def test_a_send_waits_for_an_engine_that_joins(engines: list[TorchEngine]) -> None:

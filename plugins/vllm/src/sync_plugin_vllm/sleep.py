@@ -46,7 +46,7 @@ class WeightMemory:
 
     def error(self, worker_id: int) -> AsleepError:
         """The reason why a version is not loaded now."""
-        fate = "lost its weights, which the next send brings" if self.discarded else "kept them"
+        fate = "lost its weights" if self.discarded else "kept its weights"
         return AsleepError(
             worker_id,
             f"the engine is asleep and has {fate}: wake it up before a send, by "
@@ -87,23 +87,23 @@ class WatchedBackend(SleepModeBackend):
 
     @classmethod
     def is_supported(cls) -> bool:
-        return cls.watched.is_supported()
+        return bool(cls.watched.is_supported())
 
     @classmethod
     def preserves_communicators(cls) -> bool:
-        return cls.watched.preserves_communicators()
+        return bool(cls.watched.preserves_communicators())
 
     @classmethod
     def preserves_compiled_artifacts(cls) -> bool:
-        return cls.watched.preserves_compiled_artifacts()
+        return bool(cls.watched.preserves_compiled_artifacts())
 
     @classmethod
     def preserves_graphs_with_communicators(cls) -> bool:
-        return cls.watched.preserves_graphs_with_communicators()
+        return bool(cls.watched.preserves_graphs_with_communicators())
 
     @classmethod
     def supports_durable_storage(cls) -> bool:
-        return cls.watched.supports_durable_storage()
+        return bool(cls.watched.supports_durable_storage())
 
 
 def watch_sleep(model_config: Any, on_discard: Callable[[], None]) -> WeightMemory:

@@ -34,6 +34,10 @@ BAD = "bad"
 #: estimate. An engine with whole weights must not stay paused.
 _CONCLUDING = 5.0
 
+# How long the answer of a rank that has refused a version may take, once another way has told of
+# it, in seconds; estimate.
+_ANSWERING = 1.0
+
 # The share of a send's time in which engines are resumed, after one of ``all_or_none`` was late;
 # estimate.
 _RESERVE = 0.1
@@ -376,7 +380,13 @@ class VllmTarget:
         client.start(_left(deadline))
         _raise_refusal(deliveries)
         if self._all_or_none:
-            client.check(version, _left(deadline))
+            try:
+                client.check(version, _left(deadline))
+            except Exception:
+                for delivery in deliveries:
+                    delivery.wait(min(_ANSWERING, _left(deadline)))
+                _raise_refusal(deliveries)
+                raise
         if not votes.pass_on("staged", engine.key):
             raise _OthersFailedError(votes.reason)
         engine.pause_began = time.perf_counter()
@@ -456,7 +466,7 @@ def _settle(target: weakref.ref[VllmTarget]) -> None:
 def _fail(engine: _Engine, pending: PendingSend, reason: object) -> None:
     """End the deliveries to an engine that will not answer."""
     for worker_id in engine.status.worker_ids:
-        if worker_id in pending.deliveries:
+        if worker_id in pending.deliveries and not pending.deliveries[worker_id].ended:
             error = WorkerError(worker_id, f"{engine.status.name}: {reason}")
             pending.deliveries[worker_id].fail(error)
 
