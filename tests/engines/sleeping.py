@@ -48,7 +48,7 @@ class HostMemory(SleepModeBackend):
         return [tensor for tensor in found if tensor.untyped_storage().size()]
 
 
-class SleepingWorker(CPUWorker):  # type: ignore[misc]
+class SleepingWorker(CPUWorker):
     """Calls the sleep-mode backend as vLLM's worker on a GPU does."""
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:

@@ -23,7 +23,7 @@ from sync_core import (
 )
 from sync_core.checks import check_seconds
 from sync_plugin_vllm.clients import Client, Pause, client_for
-from sync_plugin_vllm.votes import NotLoadedError, Votes
+from sync_plugin_vllm.votes import AsleepError, NotLoadedError, Votes
 
 State: TypeAlias = Literal["unconnected", "current", "behind", "bad", "lost"]
 
@@ -380,13 +380,7 @@ class VllmTarget:
         client.start(_left(deadline))
         _raise_refusal(deliveries)
         if self._all_or_none:
-            try:
-                client.check(version, _left(deadline))
-            except Exception:
-                for delivery in deliveries:
-                    delivery.wait(min(_ANSWERING, _left(deadline)))
-                _raise_refusal(deliveries)
-                raise
+            _check(client, version, deliveries, deadline)
         if not votes.pass_on("staged", engine.key):
             raise _OthersFailedError(votes.reason)
         engine.pause_began = time.perf_counter()
@@ -482,10 +476,21 @@ def _not_loaded(engine: _Engine, deliveries: Sequence[Delivery], reason: Excepti
         engine.unfinished = False
 
 
-def _raise_refusal(deliveries: Sequence[Delivery]) -> None:
-    """Raise the error of a delivery that has failed already."""
+def _check(client: Client, version: int, deliveries: Sequence[Delivery], deadline: float) -> None:
+    """Raise unless all ranks have staged a version; `AsleepError` says so where it is the cause."""
+    try:
+        client.check(version, _left(deadline))
+    except Exception:
+        for delivery in deliveries:
+            if delivery.wait(min(_ANSWERING, _left(deadline))):
+                _raise_refusal([delivery], AsleepError)
+        raise
+
+
+def _raise_refusal(deliveries: Sequence[Delivery], kind: type[Exception] = WorkerError) -> None:
+    """Raise the error of a delivery that has failed already, if it is of a kind."""
     for delivery in deliveries:
-        if delivery.ended and delivery.error is not None:
+        if delivery.ended and isinstance(delivery.error, kind):
             raise SyncError(str(delivery.error)) from delivery.error
 
 
