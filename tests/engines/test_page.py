@@ -104,3 +104,14 @@ def test_a_sharded_trainer_sends_to_a_server(server: Server, block: int) -> None
     }
     run_block(python_block(block, **replaced), model=model, torch=torch, train=lambda _: None)
     check_output(server.generated(), make_llama(8), "2")
+
+
+def test_a_trainer_of_vllms_interface_sends_to_a_server(server: Server) -> None:
+    model = make_llama(9)
+    replaced = {
+        "10.0.0.5": "127.0.0.1",
+        "http://10.0.0.7:8000": server.url,
+        "range(100)": "range(2)",
+    }
+    run_block(python_block(4, **replaced), model=model, rank=0, train=change)
+    check_output(server.generated(), model, "3")

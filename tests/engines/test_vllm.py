@@ -198,6 +198,61 @@ def test_a_server_that_its_user_has_paused_is_not_resumed(server: Server) -> Non
         check_output(server.generated(), model, "2")
 
 
+class InProcess:
+    """The four calls of vLLM's interface for trainers, of an engine in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+
+
+def test_a_trainer_of_vllms_interface(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    from sync_plugin_vllm.trainer import SyncCoreTrainerInitInfo
+
+    def trainer(model: Any, client: Any, rank: int = 0) -> Any:
+        info = SyncCoreTrainerInitInfo("increments::shm", num_workers=1, rank=rank)
+        source = ModuleSource(model)
+        return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+    with pytest.raises(SyncError, match="do not fit vLLM's LlamaForCausalLM"):
+        trainer(torch.nn.Linear(2, 1), InProcess(llm))
+    # Another rank gathers, and calls no engine.
+    assert trainer(torch.nn.Linear(2, 1), None, rank=1).send_weights() is None
+
+    model, vllms = make_llama(9), engine_model(llm)
+    engine = trainer(model, InProcess(llm))
+    for version in (1, 2):
+        assert engine.send_weights().version == version
+        check_output(generated(llm), model, version)
+        change(model)
+
+    def fails(weights: Any) -> None:
+        raise MemoryError(f"no room for {next(iter(weights))[0]}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vllms, "load_weights", fails)
+        with pytest.raises(SendError, match="no room for"):
+            engine.send_weights()
+    assert engine.sender.workers[0].state == "bad"
+    engine.send_weights()
+    check_output(generated(llm), model, "4")
+    engine.shutdown()
+
+
 def test_other_addresses_are_refused(llm: Any, server: Server, tmp_path: Path) -> None:
     before = server.generated()
     with Sender("shm", make_llama(5), num_workers=1, strategy="checkpoint") as sender:

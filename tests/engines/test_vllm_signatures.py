@@ -49,6 +49,10 @@ ATTRIBUTES = {
     (*WORKER,): "weight_transfer_engine sleep_mode_backend",
     ("vllm.distributed.parallel_state", "GroupCoordinator"): "cpu_group",
     (*LLM,): "llm_engine",
+    (TRANSFER, "TrainerInitInfo"): "rank is_sender backend",
+    (TRANSFER, "TrainerWeightTransferEngine"): "is_sender client source",
+    (TRANSFER, "WeightSource"): "metadata",
+    (TRANSFER, "ParamMeta"): "name dtype shape",
 }
 
 
@@ -156,6 +160,29 @@ def test_a_worker_calls_what_our_engine_has(vllm: Sources) -> None:
         used = [c for c in used if "sleep_mode_backend" in ast.unparse(c.func)]
         assert [len(c.args) for c in used] == [count], name
     assert not wrong
+
+
+def test_the_clients_of_a_trainer_take_our_calls(vllm: Sources) -> None:
+    """Each call of ``client`` in our trainer's engine, by vLLM's protocol and its own clients."""
+    names = ("HTTPVLLMWeightSyncClient", "RayVLLMWeightSyncClient")
+    clients = [("vllm.distributed.weight_transfer.clients", name) for name in names]
+    wrong, seen = [], set()
+    for call in calls(ast.parse((PLUGIN / "trainer.py").read_text())):
+        function = call.func
+        if not isinstance(function, ast.Attribute):
+            continue
+        if ast.unparse(function.value) not in ("client", "self.client"):
+            continue
+        seen.add(function.attr)
+        for owner in [(TRANSFER, "VLLMWeightSyncClient"), *clients]:
+            method = vllm.method(*owner, function.attr)
+            if method is None or not takes(method, len(call.args)):
+                wrong.append(f"{owner[1]}: {ast.unparse(call)}")
+    assert len(seen) == 4
+    assert not wrong
+    factory = vllm.parse("vllm.distributed.weight_transfer.factory")
+    [made] = [c for c in calls(factory) if ast.unparse(c.func) == "engine_cls.trainer_init"]
+    assert {k.arg for k in made.keywords} == {"init_info", "client", "source"}
 
 
 def test_an_engine_in_the_process_takes_our_calls(vllm: Sources) -> None:

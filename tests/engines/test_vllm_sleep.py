@@ -75,5 +75,5 @@ def sleep_and_send(llm: Any, scheme: str, *, all_or_none: bool) -> None:
         check_output(generated(llm), model, version)
 
         names = dict(llm=llm, target=target, model=model, train=change)
-        exec(compile(blocks("python")[4], "vllm.md", "exec"), names)
+        exec(compile(blocks("python")[5], "vllm.md", "exec"), names)
         check_output(generated(llm), model, version + 1)

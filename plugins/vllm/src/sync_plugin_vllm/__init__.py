@@ -2,7 +2,8 @@
 
 vLLM calls `register` in each of its processes, and finds the weight transfer engine
 ``"sync_core"`` (`sync_plugin_vllm.engine`). The trainer drives engines with `VllmTarget`
-(`sync_plugin_vllm.target`), and does not need vLLM.
+(`sync_plugin_vllm.target`), and does not need vLLM. A trainer that is written to vLLM's own
+interface uses `sync_plugin_vllm.trainer` instead, which does.
 """
 
 from sync_plugin_vllm.clients import EngineError, HttpClient
@@ -23,14 +24,25 @@ __all__ = [
 
 
 def register() -> None:
-    """Register the weight transfer engine ``"sync_core"`` with vLLM, which calls this itself."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    """Register the backend ``"sync_core"`` for weight transfer with vLLM, which calls this itself.
+
+    It is registered for engines (`sync_plugin_vllm.engine`) and for trainers
+    (`sync_plugin_vllm.trainer`).
+    """
+    from vllm.distributed.weight_transfer.factory import (
+        WeightTransferEngineFactory,
+        WeightTransferTrainerFactory,
+    )
     from vllm.logger import init_logger
 
+    name = "sync_core"
     try:
         WeightTransferEngineFactory.register_engine(
-            "sync_core", "sync_plugin_vllm.engine", "SyncCoreEngine"
+            name, "sync_plugin_vllm.engine", "SyncCoreEngine"
+        )
+        WeightTransferTrainerFactory.register_engine(
+            name, "sync_plugin_vllm.trainer", "SyncCoreTrainerEngine"
         )
     except ValueError:
         # vLLM may load its plugins more than once in a process.
-        init_logger(__name__).debug("the weight transfer engine 'sync_core' is registered already")
+        init_logger(__name__).debug("the weight transfer backend 'sync_core' is registered already")
