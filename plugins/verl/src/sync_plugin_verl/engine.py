@@ -1,0 +1,205 @@
+"""The checkpoint engine ``"sync_core"`` of verl."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from sync_core import OptionError, Sender
+from sync_core.checks import check_seconds
+from sync_plugin_verl.rollout import RolloutEnd
+from sync_plugin_verl.trainer import TrainerEnd
+
+
+class SyncCoreEngine:
+    """Moves weights from verl's trainer to its rollout workers by a scheme of sync-core.
+
+    verl makes one in each of its processes. It builds and finalises a group for each step; here the
+    sender and its receivers stay, so that a group costs two calls to the workers. A rollout worker
+    that is new gets an address, one that is not in the group any more is removed.
+
+    Args:
+        bucket_size: verl's, which the engine does not need: schemes have their own.
+        is_master: whether this is the rank of the trainer that sends.
+        scheme: the name of the scheme, such as ``"dist"``.
+        timeout: how long a step may take, in seconds.
+        device: where a rollout worker gets the tensors, such as ``"cuda"``; None for where the
+            scheme brings them: mostly the memory of the host.
+        **options: other arguments of `sync_core.Sender`, such as ``layers`` and ``on_failure``, and
+            options of the scheme. ``host="auto"`` is the trainer's address in the Ray cluster.
+
+    Raises:
+        OptionError: no scheme is given.
+
+    Example:
+        >>> engine = SyncCoreEngine(bucket_size=2 << 30, is_master=True, scheme="shm")
+        >>> engine
+        <SyncCoreEngine 'shm': trainer, version=0>
+    """
+
+    #: What `receive_weights` yields, to verl.
+    wire_format = "named_tensors"
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        scheme: str | None = None,
+        timeout: float = 300.0,
+        device: str | None = None,
+        **options: Any,
+    ) -> None:
+        del bucket_size
+        if scheme is None:
+            raise OptionError(
+                "the checkpoint engine 'sync_core' needs a scheme; type rollout.checkpoint_engine."
+                "engine_kwargs.sync_core.scheme=dist, or another that sync-core list shows"
+            )
+        self._scheme = scheme
+        timeout = check_seconds(timeout)
+        self._trainer: TrainerEnd | None = None
+        self._rollout: RolloutEnd | None = None
+        if is_master:
+            given = {name: _plain(name, value) for name, value in options.items()}
+            self._trainer = TrainerEnd(scheme, {"timeout": timeout} | given)
+        else:
+            self._rollout = RolloutEnd(timeout, device)
+
+    @property
+    def sender(self) -> Sender | None:
+        """The sender, for `sync_tools.StatusServer` and the like; None before the first step."""
+        return None if self._trainer is None else self._trainer.sender
+
+    def prepare(self) -> dict[str, Any]:
+        """Return what the other side has to know of this process."""
+        if self._trainer is not None:
+            return {"trainer": self._trainer.name, "newest": self._trainer.newest}
+        assert self._rollout is not None
+        return {"worker": self._rollout.prepare(), "actor": _actor()}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Return the arguments of `init_process_group`, for trainers and for rollouts.
+
+        Args:
+            actor_wg_world_size: how many trainers there are.
+            rollout_world_size: how many rollout workers.
+            metadata: what `prepare` has returned, of trainers, then of rollouts.
+
+        Raises:
+            OptionError: not one of the trainers has ``is_master``.
+        """
+        masters = [given for given in metadata[:actor_wg_world_size] if "trainer" in given]
+        if len(masters) != 1:
+            raise OptionError(
+                f"one rank of the trainer must be made with is_master=True, got {len(masters)} of "
+                f"{actor_wg_world_size}"
+            )
+        rollouts = {given["worker"]: given["actor"] for given in metadata[actor_wg_world_size:]}
+        return (
+            {"rollouts": [rollouts] * actor_wg_world_size},
+            {name: [value] * rollout_world_size for name, value in masters[0].items()},
+        )
+
+    def init_process_group(
+        self, rollouts: Mapping[str, Any] | None = None, trainer: str = "", newest: int = 0
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            rollouts: for trainers, the rollouts that take part: names, and their actors.
+            trainer: for rollouts, the trainer's name.
+            newest: for rollouts, the trainer's newest version.
+        """
+        if rollouts is None:
+            assert self._rollout is not None
+            self._rollout.join(trainer, newest)
+        elif self._trainer is not None:
+            self._trainer.admit(rollouts)
+
+    def finalize(self) -> None:
+        """End a step. The sender and the receivers stay."""
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Send the weights to the rollouts of this step, and wait until they have them.
+
+        Args:
+            weights: names and tensors. Ranks that do not send read them, too: to make them takes
+                all ranks.
+            global_steps: the trainer's step.
+
+        Returns:
+            Figures for verl's metrics; none where this rank does not send.
+
+        Raises:
+            SendError: some rollouts failed; the others have the weights.
+            ModelError: other names, dtypes or shapes than in the first step.
+        """
+        if self._trainer is None:
+            for _ in weights:
+                pass
+            return {}
+        report = await self._trainer.send(weights, global_steps)
+        return {
+            "sync_core/version": report.version,
+            "sync_core/seconds": report.seconds,
+            "sync_core/pack_seconds": report.pack_seconds,
+            "sync_core/megabytes": report.nbytes / 1e6,
+            "sync_core/workers": len(report.updated),
+        }
+
+    def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncGenerator[tuple[str, Tensor]]:
+        """Return an iterator of names and tensors; a tensor is good until the step ends.
+
+        Args:
+            global_steps: the trainer's step.
+
+        Raises:
+            StepError: from the iterator: the weights of another step came.
+            TimeoutError: from the iterator: none came in time.
+            SyncError: from the iterator: the weights could not be received.
+        """
+        assert self._rollout is not None
+        return self._rollout.receive(global_steps)
+
+    def close(self) -> None:
+        """Close the sender or the receiver; the end of the process does it, too."""
+        for end in (self._trainer, self._rollout):
+            if end is not None:
+                end.close()
+
+    def __repr__(self) -> str:
+        if self._trainer is None:
+            return f"<SyncCoreEngine {self._scheme!r}: not the rank that sends>"
+        return f"<SyncCoreEngine {self._scheme!r}: trainer, version={self._trainer.newest}>"
+
+
+def _actor() -> Any:
+    """Return the handle of the actor that this process is."""
+    import ray
+
+    try:
+        return ray.get_runtime_context().current_actor
+    except RuntimeError as error:
+        raise OptionError(
+            "the rollout workers of the checkpoint engine 'sync_core' must be Ray actors, as "
+            "those of verl are"
+        ) from error
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return an option as a sender takes it: lists of a configuration are of a type of their own."""
+    if (name, value) == ("host", "auto"):
+        import ray
+
+        return ray.util.get_node_ip_address()
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

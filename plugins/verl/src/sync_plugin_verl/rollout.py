@@ -1,0 +1,264 @@
+"""The rollout's end of a checkpoint engine: receives the version of the step that verl asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from sync_core import Address, Receiver, SenderLostError, SyncError
+
+_log = logging.getLogger("sync_core.verl")
+_Named = Iterable[tuple[str, Tensor]]
+_GIVEN_UP = "verl has given up the step, and begun another"
+
+
+class StepError(SyncError):
+    """A rollout was sent another version than that of the step that verl asked for."""
+
+
+def version_of(step: int | None, newest: int) -> int:
+    """Return the version in which the weights of a step travel, at both ends the same.
+
+    Args:
+        step: verl's ``global_steps``; None where it does not say.
+        newest: the trainer's newest version.
+
+    Example:
+        >>> version_of(0, newest=0), version_of(7, newest=1), version_of(7, newest=8)
+        (1, 8, 9)
+    """
+    # Versions begin with 1, and steps with 0. A step that is sent again needs a newer version.
+    return newest + 1 if step is None or step < newest else step + 1
+
+
+class RolloutEnd:
+    """Receives versions in one rollout worker.
+
+    Its `worker` is the name by which the trainer knows it. After a failure the name is another, so
+    that the trainer takes it for a worker that has come in place of one that has gone.
+
+    Args:
+        timeout: how long one step may take until the weights are here, in seconds.
+        device: where the tensors that verl gets are; None for where the scheme brings them.
+    """
+
+    def __init__(self, timeout: float, device: str | None = None) -> None:
+        self._timeout = timeout
+        self._device = None if device is None else torch.device(device)
+        self._trainer = ""
+        self._newest = 0
+        # Whether a step has begun here that has not ended.
+        self._busy = False
+        self._receiver: Receiver | None = None
+        self._handover = _Handover(timeout)
+        self._address: Future[Address] = Future()
+        self._begin()
+
+    def prepare(self) -> str:
+        """Return the worker's name; a step that has not ended is given up."""
+        if self._busy:
+            self._begin()
+        return self.worker
+
+    def join(self, trainer: str, newest: int) -> None:
+        """Take part in a step of a trainer.
+
+        Args:
+            trainer: the name of the trainer's process.
+            newest: its newest version.
+        """
+        if trainer != self._trainer:
+            self._disconnect("another trainer has begun a step")
+        self._trainer, self._newest = trainer, newest
+
+    def deliver(self, address: Address) -> None:
+        """Take the address that the trainer has made for this worker; in verl's event loop."""
+        if self._address.done():
+            # The sender has dropped this worker, and serves it again.
+            self._address = Future()
+        self._address.set_result(address)
+
+    async def receive(self, step: int | None) -> AsyncGenerator[tuple[str, Tensor]]:
+        """Yield names and tensors of a step's version, which is committed after the last one.
+
+        Args:
+            step: verl's ``global_steps``.
+
+        Raises:
+            StepError: a version of a later step came.
+            TimeoutError: none came in time.
+            SyncError: the weights could not be received.
+        """
+        self._busy, worker = True, self.worker
+        try:
+            receiver = await self._stage(version_of(step, self._newest), step)
+            handover = self._handover
+            handover.begin()
+            loading = asyncio.create_task(asyncio.to_thread(receiver.load))
+            try:
+                for name, tensor in await handover.weights(loading):
+                    self._check(worker)
+                    yield name, tensor if self._device is None else tensor.to(self._device)
+                handover.end()
+                await loading
+            except BaseException as error:
+                # Of an error in what verl does with the weights, a generator learns nothing.
+                why = SyncError("verl did not take all weights; its own error says why")
+                handover.end(why)
+                with suppress(SyncError):
+                    await loading
+                receiver.reject(error if isinstance(error, SyncError) else why)
+                raise
+            self._check(worker)
+            receiver.confirm()
+            self._busy = False
+        except BaseException:
+            if worker == self.worker:
+                self._begin()
+            raise
+
+    def close(self) -> None:
+        """Leave the trainer."""
+        self._disconnect("the rollout is closed")
+
+    async def _stage(self, version: int, step: int | None) -> Receiver:
+        """Return the receiver, once it has staged a version."""
+        deadline, worker = time.monotonic() + self._timeout, self.worker
+        if self._receiver is not None:
+            receiver, used = self._receiver, self._address
+            try:
+                await asyncio.to_thread(_stage, receiver, version, step, deadline)
+            except SenderLostError as error:
+                self._check(worker)
+                _log.warning("%s joins again: %s", worker, error)
+                if self._address is used:
+                    self._address = Future()
+                self._receiver = None
+            else:
+                return receiver
+        # Shielded, as a future that is cancelled takes no address.
+        coming = asyncio.shield(asyncio.wrap_future(self._address))
+        try:
+            address = await asyncio.wait_for(coming, max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError(
+                f"the trainer sent no address for step {step} within {self._timeout:g} s; see its "
+                "log, or give a longer time: engine_kwargs.sync_core.timeout"
+            ) from None
+        receiver = await asyncio.to_thread(Receiver, address, load=self._handover.load)
+        if worker != self.worker:
+            receiver.close()
+        self._check(worker)
+        self._receiver = receiver
+        await asyncio.to_thread(_stage, receiver, version, step, deadline)
+        return receiver
+
+    def _check(self, worker: str) -> None:
+        if worker != self.worker:
+            raise SyncError(_GIVEN_UP)
+
+    def _begin(self) -> None:
+        """Be a new worker."""
+        self._disconnect(_GIVEN_UP)
+        self._busy = False
+        self.worker = f"rollout-{secrets.token_hex(8)}"
+        _ENDS[self.worker] = self
+
+    def _disconnect(self, why: str) -> None:
+        """Leave the trainer, and end what waits for it."""
+        receiver, self._receiver = self._receiver, None
+        address, self._address = self._address, Future()
+        handover, self._handover = self._handover, _Handover(self._timeout)
+        if not address.done():
+            address.set_exception(SyncError(why))
+        handover.end(SyncError(why))
+        if receiver is not None:
+            receiver.close()
+
+
+class _Handover:
+    """Lends the weights from the thread that loads them to the event loop, where verl takes them.
+
+    A `Receiver` calls a function with the weights, and verl asks for one after the other.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with a version."""
+        self._given: Future[_Named] = Future()
+        self._taken: Future[None] = Future()
+
+    def load(self, weights: _Named) -> None:
+        """Lend the weights until `end`; this is the ``load`` of a `Receiver`."""
+        self._given.set_result(weights)
+        self._taken.result(self._timeout)
+
+    async def weights(self, loading: asyncio.Task[None]) -> _Named:
+        """Return the weights once they are lent, or raise what ended the task that lends them."""
+        given = asyncio.wrap_future(self._given)
+        await asyncio.wait([loading, given], return_when=asyncio.FIRST_COMPLETED)
+        if not given.done():
+            await loading
+        return given.result()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let `load` return, or raise."""
+        if self._taken.done():
+            return
+        if error is None:
+            self._taken.set_result(None)
+        else:
+            self._taken.set_exception(error)
+
+
+_ENDS: WeakValueDictionary[str, RolloutEnd] = WeakValueDictionary()
+
+
+def deliver(actor: Any, worker: str, address: Address) -> None:
+    """Give a worker of this process its address; called by the trainer, in the actor.
+
+    Args:
+        actor: what Ray gives a function that is called in an actor; not used.
+        worker: the worker's name.
+        address: the address.
+
+    Raises:
+        LookupError: there is no such worker, or no longer.
+    """
+    del actor
+    end = _ENDS.get(worker)
+    if end is None:
+        raise LookupError(f"there is no worker {worker} in this process")
+    end.deliver(address)
+
+
+def _stage(receiver: Receiver, version: int, step: int | None, deadline: float) -> None:
+    """Stage a version, and drop those of steps before."""
+    found = None
+    while found is None or found < version:
+        found = receiver.stage(max(0.0, deadline - time.monotonic()))
+        if found is None:
+            raise TimeoutError(
+                f"version {version}, of step {step}, did not come in time; see the trainer's log, "
+                "or give a longer time: engine_kwargs.sync_core.timeout"
+            )
+    if found > version:
+        error = StepError(
+            f"version {found} came in place of version {version}, that of step {step}: the trainer "
+            "and the rollouts must be asked for the same global_steps"
+        )
+        receiver.reject(error)
+        raise error
