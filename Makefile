@@ -11,15 +11,16 @@ TESTERS ?= 3
 SEED = $(shell date +%s)
 
 DISTRIBUTIONS := core plugins/std plugins/scale plugins/tools plugins/testing plugins/collector \
-    plugins/store plugins/torchrl plugins/trl plugins/vllm plugins_ray plugins_dist
+    plugins/store plugins/torchrl plugins/trl plugins/verl plugins/vllm plugins_ray plugins_dist
 
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
 TORCHRL := .venv-torchrl/bin
+VERL := .venv-verl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-long test-kit test-gpu test-chains test-network tests-alone test-versions test-engines test-torchrl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-long test-kit test-gpu test-chains test-network tests-alone test-versions test-engines test-torchrl test-verl soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check, and the tests of every change"
@@ -36,6 +37,7 @@ help:
 	@echo "make test-versions [ARGS=]       tests with the oldest and newest Python, torch, tensordict, pluggy, Ray"
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
+	@echo "make test-verl [ARGS=]           the tests with verl, in an environment of their own"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/fault-matrix.md"
 	@echo "make increments [ARGS=]          1,000 random orders of sends and faults with increments"
@@ -104,6 +106,14 @@ test-torchrl:
 	    --rootdir="$(TORCHRL_TESTS)" -p stand_ins -p no:cacheprovider --timeout=300 --reruns=2 --disable-warnings -ra \
 	    $(addprefix "$(TORCHRL_TESTS)"/,$(addsuffix .py,test_weightsync test_collectors test_distributed)) $(ARGS)
 
+# The tests of the engine without verl run there, too: with the tensordict that verl needs.
+test-verl:
+	@PYTHON=$(PYTHON) tests/verl/upstream/make_environment.sh; made=$$?; \
+	if test $$made -eq 3; then \
+	    echo "Left out the tests with verl: it cannot be installed here, as said above."; \
+	elif test $$made -ne 0; then exit $$made; \
+	else $(VERL)/python -m pytest tests/verl tests/verl/upstream -o filterwarnings=default $(ARGS); fi
+
 soak: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/soak/soak.py $(ARGS)
 
@@ -151,6 +161,6 @@ $(INSTALLED): requirements-dev.txt constraints.txt $(wildcard */pyproject.toml *
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-engines .venv-torchrl .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out dist docs/_build \
+	rm -rf .venv .venv-engines .venv-torchrl .venv-verl .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache out dist docs/_build \
 	    docs/reference/generated
 	find core plugins plugins_ray plugins_dist tests docs -name __pycache__ -type d -prune -exec rm -rf {} +

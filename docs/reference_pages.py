@@ -79,6 +79,7 @@ PUBLIC = (
     "sync_plugin_store",
     "sync_plugin_torchrl",
     "sync_plugin_trl",
+    "sync_plugin_verl",
     "sync_plugin_vllm",
 )
 _OURS = {module.partition(".")[0] for module in PUBLIC}
@@ -265,6 +266,7 @@ def pages() -> dict[str, str]:
         "store": _exported("Runs in a store", "sync_plugin_store"),
         "torchrl": _exported("Schemes in TorchRL", "sync_plugin_torchrl"),
         "trl": _exported("TRL and transformers", "sync_plugin_trl"),
+        "verl": _exported("The checkpoint engine of verl", "sync_plugin_verl"),
         "vllm": _exported("Engines of vLLM", "sync_plugin_vllm"),
     }
     users = [*_USER_PAGES, *_USER_ORDER]

@@ -14,7 +14,8 @@ SCRIPT: dict[str, Any] = runpy.run_path(str(DOCS / "plugin_table.py"))
 # Those of this repository; a developer may have others.
 OURS = {
     *("sync-plugin-dist", "sync-plugin-ray", "sync-plugin-scale", "sync-plugin-std"),
-    *("sync-plugin-store", "sync-plugin-torchrl", "sync-plugin-trl", "sync-plugin-vllm"),
+    *("sync-plugin-store", "sync-plugin-torchrl", "sync-plugin-trl", "sync-plugin-verl"),
+    "sync-plugin-vllm",
 }
 
 

@@ -34,8 +34,7 @@ class Actor:
 
     async def make(self, options: Mapping[str, Any], *, is_master: bool) -> None:
         """Make an engine, in place of one that this process may have."""
-        extra = {"is_master": True} if is_master else {}
-        self.engine = SyncCoreEngine(bucket_size=1 << 20, **options, **extra)
+        self.engine = SyncCoreEngine(bucket_size=1 << 20, is_master=is_master, **options)
         self.held: dict[str, Tensor] = {}
         self.fails = False
         self.drawn = 0
@@ -99,7 +98,7 @@ class Cluster:
 
 
 def call(actors: Sequence[Any], method: str, *each: Mapping[str, Any]) -> list[Any]:
-    given = each or [{}] * len(actors)
+    given: Sequence[Mapping[str, Any]] = each or [{}] * len(actors)
     calls = [
         actor.engine_call.remote(method, **arguments)
         for actor, arguments in zip(actors, given, strict=True)

@@ -114,13 +114,13 @@ def test_a_step_that_the_trainer_cannot_send(actors: list[Any]) -> None:
     update([trainer], [first, second], 0, source=0)
     begin([trainer], [first, second])
     received = [first.receive.remote(1), second.receive.remote(1)]
-    with pytest.raises(ModelError, match="other.layer.weight"):
+    with pytest.raises(ModelError, match=r"other\.layer\.weight"):
         ray.get(trainer.send.remote(1, 1, ["embed"]), timeout=PATIENCE)
     # The next step ends what still waits.
     update([trainer], [first, second], 2, source=2)
     check([first, second], source=2)
     for each in received:
-        with pytest.raises(Exception, match="given up|closed"):
+        with pytest.raises(Exception, match=r"given up|closed"):
             ray.get(each, timeout=PATIENCE)
 
 
@@ -164,4 +164,3 @@ def test_rollouts_are_actors() -> None:
 def test_without_verl_the_error_says_what_to_type() -> None:
     with pytest.raises(ImportError, match=r'pip install "sync-plugin-verl\[verl\]"'):
         register()
-

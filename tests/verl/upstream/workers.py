@@ -34,7 +34,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 def digest(tensor: Tensor) -> str:
     """Return what tells tensors of other values, dtypes or shapes apart."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(data).hexdigest()}"
 
 

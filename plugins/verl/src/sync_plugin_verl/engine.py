@@ -197,7 +197,7 @@ def _actor() -> Any:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return an option as a sender takes it: lists of a configuration are of a type of their own."""
+    """Return an option as a sender takes it, without the list type of a configuration."""
     if (name, value) == ("host", "auto"):
         import ray
 

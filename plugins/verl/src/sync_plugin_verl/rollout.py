@@ -209,7 +209,8 @@ class _Handover:
     async def weights(self, loading: asyncio.Task[None]) -> _Named:
         """Return the weights once they are lent, or raise what ended the task that lends them."""
         given = asyncio.wrap_future(self._given)
-        await asyncio.wait([loading, given], return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [loading, given]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if not given.done():
             await loading
         return given.result()
