@@ -112,7 +112,8 @@ test-verl:
 	if test $$made -eq 3; then \
 	    echo "Left out the tests with verl: it cannot be installed here, as said above."; \
 	elif test $$made -ne 0; then exit $$made; \
-	else $(VERL)/python -m pytest tests/verl tests/verl/upstream -o filterwarnings=default $(ARGS); fi
+	else $(VERL)/python -m pytest tests/verl -o filterwarnings=default $(ARGS) && \
+	    $(VERL)/python -m pytest tests/verl/upstream -o filterwarnings=default $(ARGS); fi
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/soak/soak.py $(ARGS)

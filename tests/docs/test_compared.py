@@ -27,6 +27,7 @@ PACKAGES = {
     "TorchRL": "torchrl",
     "TRL": "trl",
     "transformers": "transformers",
+    "verl": "verl",
     "vLLM": "vllm",
     "Ray": "ray",
     "RLlib": "ray",

@@ -22,7 +22,9 @@ def actors(cluster: Cluster) -> list[Any]:
     return [*cluster.make(1, OPTIONS, is_master=True), *cluster.make(2, OPTIONS)]
 
 
-@pytest.mark.parametrize("scheme", ["dist", "ray", "increments::shm"])
+@pytest.mark.parametrize(
+    "scheme", ["dist", pytest.param("ray", marks=pytest.mark.long), "increments::shm"]
+)
 def test_weights_arrive_bit_by_bit(cluster: Cluster, scheme: str) -> None:
     options = {"scheme": scheme, "timeout": 30}
     trainers = cluster.make(1, options, is_master=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ os.environ["VERL_PLATFORM"] = "cpu"
 # Its FSDP engine, which is registered for GPUs.
 os.environ["VERL_ENGINE_DEVICE"] = "cuda"
 os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import transformers
+import verl
+from hydra import compose, initialize_config_dir
 from ray.exceptions import RayError
 from tests.verl.upstream.workers import configs, start_replica, start_trainer
 from verl.checkpoint_engine import (
@@ -15,9 +18,11 @@ from verl.checkpoint_engine import (
     CheckpointEngineManager,
     CheckpointEngineRegistry,
 )
+from verl.utils.config import omega_conf_to_dataclass
 
 import sync_plugin_verl
 
+ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.timeout(300)
 ENGINE = {"scheme": "shm", "timeout": 60}
 
@@ -43,6 +48,21 @@ def test_verl_finds_the_engine_by_its_name() -> None:
     assert found is sync_plugin_verl.SyncCoreEngine
     engine = CheckpointEngineRegistry.new("sync_core", bucket_size=1, is_master=True, **ENGINE)
     assert isinstance(engine, CheckpointEngine)
+
+
+def test_verl_reads_the_configuration_of_the_page() -> None:
+    text = (ROOT / "docs" / "how-to" / "verl.md").read_text(encoding="utf-8")
+    assigned = re.findall(r"[ \"](\+?\$engine\.\S+?=(?:{.*?}|\w+))", text)
+    where = "actor_rollout_ref.rollout.checkpoint_engine"
+    folder = Path(verl.__file__).parent / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        given = compose("ppo_trainer", [each.replace("$engine", where) for each in assigned])
+    config = omega_conf_to_dataclass(given.actor_rollout_ref.rollout.checkpoint_engine)
+    assert config.custom_backend_module == "sync_plugin_verl"
+    options = config.engine_kwargs[config.backend]
+    assert options == {"scheme": "dist", "host": "auto", "timeout": 300}
+    engine = CheckpointEngineRegistry.new(config.backend, bucket_size=1, **options)
+    assert repr(engine) == "<SyncCoreEngine 'dist': not the rank that sends>"
 
 
 @pytest.mark.usefixtures("one_ray")

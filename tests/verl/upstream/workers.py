@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,12 +77,18 @@ class Trainer(TrainingWorker):
         weights, _ = self.engine.get_per_tensor_param()
         return {name: digest(tensor) for name, tensor in weights}
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def memory(self) -> float:
+        """Return the peak of this process's memory, in MB."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
 
 class Rollout(BaseRollout):
-    """In place of an inference engine: it keeps the digests of what it loads."""
+    """In place of an inference engine: it keeps the digests of what it loads, or copies."""
 
-    def __init__(self, config: RolloutConfig, model_config: HFModelConfig) -> None:
+    def __init__(self, config: RolloutConfig, model_config: HFModelConfig, copies: bool) -> None:
         super().__init__(config, model_config, device_mesh=None)
+        self.copies: dict[str, Tensor] | None = {} if copies else None
         self.loaded: dict[str, str] = {}
         self.steps: list[int | None] = []
 
@@ -95,7 +102,10 @@ class Rollout(BaseRollout):
         assert others == {"wire_format": "named_tensors"}
         loaded = {}
         async for name, tensor in weights:
-            loaded[name] = digest(tensor)
+            if self.copies is None:
+                loaded[name] = digest(tensor)
+            else:
+                self.copies[name] = tensor.clone()
         self.loaded = loaded
         self.steps.append(global_steps)
 
@@ -103,8 +113,11 @@ class Rollout(BaseRollout):
 class RolloutWorker(CheckpointEngineWorker):
     """The worker that verl starts for each rank of a rollout."""
 
-    def __init__(self, rollout_config: RolloutConfig, model_config: HFModelConfig) -> None:
-        super().__init__(rollout_config, model_config, Rollout(rollout_config, model_config))
+    def __init__(
+        self, rollout_config: RolloutConfig, model_config: HFModelConfig, copies: bool
+    ) -> None:
+        adapter = Rollout(rollout_config, model_config, copies)
+        super().__init__(rollout_config, model_config, adapter)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def loaded(self) -> tuple[dict[str, str], list[int | None], int]:
@@ -144,12 +157,14 @@ def configs(
     return checkpoint, hf, RolloutConfig(name="vllm", checkpoint_engine=checkpoint)
 
 
-def start_trainer(ranks: int, checkpoint: CheckpointEngineConfig, hf: HFModelConfig) -> Any:
+def start_trainer(
+    ranks: int, checkpoint: CheckpointEngineConfig, hf: HFModelConfig, **engine: Any
+) -> Any:
     """Return a trainer whose model is sharded over ranks."""
     config = TrainingWorkerConfig(
         model_type="language_model",
         model_config=hf,
-        engine_config=FSDPEngineConfig(fsdp_size=ranks, strategy="fsdp2"),
+        engine_config=FSDPEngineConfig(fsdp_size=ranks, strategy="fsdp2", **engine),
         optimizer_config=FSDPOptimizerConfig(lr=1e-3),
     )
     made = RayClassWithInitArgs(cls=ray.remote(Trainer), config=config, checkpoint=checkpoint)
@@ -158,10 +173,12 @@ def start_trainer(ranks: int, checkpoint: CheckpointEngineConfig, hf: HFModelCon
     return group
 
 
-def start_replica(rank: int, hf: HFModelConfig, rollout: RolloutConfig) -> Replica:
+def start_replica(
+    rank: int, hf: HFModelConfig, rollout: RolloutConfig, *, copies: bool = False
+) -> Replica:
     """Return a rollout, in a process of its own."""
     made = RayClassWithInitArgs(
-        cls=ray.remote(RolloutWorker), model_config=hf, rollout_config=rollout
+        cls=ray.remote(RolloutWorker), model_config=hf, rollout_config=rollout, copies=copies
     )
     group = _group(1, made)
     return Replica(rank, group, config=rollout, model_config=hf)

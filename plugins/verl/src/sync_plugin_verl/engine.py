@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -63,8 +63,7 @@ class SyncCoreEngine:
         self._trainer: TrainerEnd | None = None
         self._rollout: RolloutEnd | None = None
         if is_master:
-            given = {name: _plain(name, value) for name, value in options.items()}
-            self._trainer = TrainerEnd(scheme, {"timeout": timeout} | given)
+            self._trainer = TrainerEnd(scheme, {"timeout": timeout} | _with_host(options))
         else:
             self._rollout = RolloutEnd(timeout, device)
 
@@ -196,10 +195,10 @@ def _actor() -> Any:
         ) from error
 
 
-def _plain(name: str, value: Any) -> Any:
-    """Return an option as a sender takes it, without the list type of a configuration."""
-    if (name, value) == ("host", "auto"):
-        import ray
+def _with_host(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, with the address of this machine in place of ``"auto"``."""
+    if options.get("host") != "auto":
+        return dict(options)
+    import ray
 
-        return ray.util.get_node_ip_address()
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return {**options, "host": ray.util.get_node_ip_address()}
