@@ -20,6 +20,7 @@ from tests.engines.engines import (
 )
 
 from sync_core import Sender, SendError, SyncError
+from sync_plugin_scale import Sharded, join_addresses
 from sync_plugin_vllm import VllmTarget
 
 pytestmark = pytest.mark.timeout(600)
@@ -138,3 +139,27 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
         target.connect(sender)
         target.send()
         check_output(generated(llm), model, "1")
+
+    send_shards(llm)
+
+
+def send_shards(llm: Any) -> None:
+    """Two ranks of a trainer send the halves that they hold, and no rank gathers the model."""
+    model, senders = make_tied(2), []
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    for rank in range(2):
+        rows = {n: (rank * len(t) // 2, (rank + 1) * len(t) // 2) for n, t in weights.items()}
+        regions = {n: (rows[n], *((0, size) for size in t.shape[1:])) for n, t in weights.items()}
+        halves = {name: weights[name][first:last] for name, (first, last) in rows.items()}
+        scheme = Sharded("dist", rank, 2, regions)
+        senders.append(Sender(scheme, halves, num_workers=2, timeout=60))
+    target = VllmTarget(llm, verify=True)
+    with senders[0], senders[1]:
+        joined = [join_addresses([sender.address(i) for sender in senders]) for i in range(2)]
+        target.connect(senders[0], joined)
+        for version in (1, 2):
+            others = senders[1].send_async()
+            assert target.send().updated == (0, 1)
+            assert others.wait().version == version
+            check_output(generated(llm), model, version)
+            change(model)
