@@ -86,6 +86,7 @@ class SharedGroup:
         assert self._group is not None
         self._group.restart(worker_id)
         self._killed.discard(worker_id)
+        self._pids[worker_id] = self.call(worker_id, Worker.reset)
 
     def stop(self) -> None:
         """End the workers."""

@@ -1,0 +1,308 @@
+"""A case: random orders of sends, silence, late answers, departures and returns.
+
+The orders come from a state machine of Hypothesis. The machine does one thing after another, keeps
+the history of it, and leaves the judgement to the checker of histories, which knows the promises.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from sync_core import PendingSend, SendError, SyncError, WorkerState
+from sync_testing.interrupts import interrupted
+from sync_testing.recording import Recorder, WorkerRecorder
+from sync_testing.schemes.models import fill, make_policy
+from sync_testing.schemes.pool import SchemeCases, SharedGroup, ended
+from sync_testing.schemes.worker import Worker
+
+#: How many orders are tried; more of them also kill workers, and are made simpler where they fail.
+ORDERS = "SYNC_CONFORMANCE_ORDERS"
+_FEW, _STEPS = 6, 25
+_WORKERS = (0, 1, 2)
+_some = st.sets(st.sampled_from(_WORKERS), min_size=1)
+_one = st.sampled_from(_WORKERS)
+
+
+class OrderCases(SchemeCases):
+    """What no case has thought of."""
+
+    @pytest.mark.usefixtures("asking")
+    @pytest.mark.timeout(3600)
+    def test_random_orders_of_calls(self, pool: SharedGroup) -> None:
+        asked = os.environ.get(ORDERS)
+        phases = [Phase.generate, *([Phase.shrink] if asked else [])]
+        run_state_machine_as_test(
+            lambda: _Fleet(self, pool, thorough=bool(asked)),
+            settings=settings(
+                max_examples=int(asked or _FEW),
+                stateful_step_count=_STEPS,
+                deadline=None,
+                derandomize=not asked,
+                database=None,
+                phases=phases,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+class _Fleet(RuleBasedStateMachine):
+    """A sender and three workers, each of which is there, silent, broken, or gone.
+
+    Version ``n`` of the model holds ``n`` in every parameter, so that a look at a worker's values
+    says which version it holds, and whether all of it.
+    """
+
+    def __init__(self, cases: SchemeCases, pool: SharedGroup, *, thorough: bool) -> None:
+        super().__init__()
+        self.cases, self.pool, self.thorough = cases, pool, thorough
+        self.ends = ExitStack()
+        self.recorder = Recorder()
+        self.members = set(_WORKERS)
+        #: Of workers with a receiver; of these, those whose model fits no version.
+        self.lives: dict[int, WorkerRecorder] = {}
+        self.broken: set[int] = set()
+        self.staged: set[int] = set()
+        self.pending: PendingSend | None = None
+        self.looked = ""
+
+    def begun(self) -> bool:
+        return self.pending is not None
+
+    def idle(self) -> bool:
+        return self.pending is None
+
+    def lonely(self) -> bool:
+        """Whether a worker commits whatever the others do."""
+        return not self.cases.can("all_or_none")
+
+    def replaces(self) -> bool:
+        kinds = self.pool.group_class.capabilities
+        return self.thorough and {"cross_process", "restart"} <= kinds
+
+    @initialize()
+    def begin(self) -> None:
+        self.pool.make_ready()
+        self.policy = make_policy()
+        self.sender = self.ends.enter_context(
+            self.cases.sender(self.policy, len(_WORKERS), timeout=self.cases.slack)
+        )
+        for worker_id in _WORKERS:
+            self.join(worker_id)
+
+    @rule(to=_some)
+    @precondition(idle)
+    def send(self, to: set[int]) -> None:
+        """Send to workers that all receive."""
+        if to := {i for i in to if self.attends(i)}:
+            self.start_send(to, self.cases.slack)
+            calls = [self.pool.submit(i, Worker.receive, self.cases.slack) for i in sorted(to)]
+            ended(calls, "receive() of workers that a version is for")
+            for worker_id in sorted(to):
+                self.look(worker_id)
+            self.end_send(None)
+
+    @rule(to=_some)
+    @precondition(idle)
+    def begin_send(self, to: set[int]) -> None:
+        """Send, and let what follows happen meanwhile."""
+        if to := to & self.members:
+            self.start_send(to, None)
+
+    @rule()
+    @precondition(begun)
+    def give_up(self) -> None:
+        """Wait no longer for the send that was begun."""
+        self.end_send(0.0)
+
+    @rule(moment=st.integers(0, 150))
+    @precondition(lambda self: self.idle() and self.members)
+    def interrupt(self, moment: int) -> None:
+        """Press Ctrl-C at some moment of a send that nobody answers."""
+        value = self.next_version()
+        with interrupted(moment), suppress(SyncError):
+            self.sender.send(timeout=0.0)
+        # How far it came is not known; if it was not sent, the next one has its version.
+        self.recorder.send(value, digest=f"{float(value)}")
+        self.recorder.add("raise", version=value)
+
+    @rule(worker_id=_one)
+    def receive(self, worker_id: int) -> None:
+        """Look for what came before, as one that was busy does."""
+        if self.attends(worker_id):
+            self.ask(worker_id, Worker.receive, 0.0)
+        elif worker_id in self.members & self.broken and worker_id not in self.staged:
+            with suppress(SyncError):
+                self.pool.call(worker_id, Worker.receive, 0.0)
+
+    @rule(worker_id=_one)
+    def stage(self, worker_id: int) -> None:
+        """Fetch a version, and keep it for later."""
+        if self.attends(worker_id) and self.ask(worker_id, _stage_at_once):
+            self.staged.add(worker_id)
+
+    @rule(worker_id=_one, how=st.sampled_from(["commit", "refuse", "as another"]))
+    @precondition(lambda self: self.lonely() and self.staged & self.members)
+    def end_what_is_staged(self, worker_id: int, how: str) -> None:
+        """Commit what was fetched, whatever came since, or refuse it."""
+        if worker_id not in self.staged & self.members:
+            return
+        self.staged.discard(worker_id)
+        if how == "as another":
+            address = self.sender.address(worker_id)
+            self.pool.call(worker_id, Worker.commit_after_another, address)
+            self.start_life(worker_id)
+        else:
+            end = Worker.commit_staged if how == "commit" else Worker.refuse_staged
+            self.ask(worker_id, end)
+
+    @rule(worker_id=_one)
+    def break_down(self, worker_id: int) -> None:
+        """Change a model so that it fits no version any more."""
+        if self.attends(worker_id):
+            self.pool.call(worker_id, Worker.misshape)
+            self.broken.add(worker_id)
+
+    @rule(worker_id=_one)
+    def hang_up(self, worker_id: int) -> None:
+        """Leave, and say so."""
+        if worker_id in self.lives:
+            self.pool.call(worker_id, Worker.hang_up)
+            self.forget(worker_id)
+
+    @rule(worker_id=_one)
+    def join(self, worker_id: int) -> None:
+        """Make a receiver, the first or a later one, for a model as it is after the start."""
+        if worker_id in self.members:
+            self.forget(worker_id)
+            self.pool.call(worker_id, Worker.reset)
+            self.pool.call(worker_id, Worker.connect, self.sender.address(worker_id))
+            self.start_life(worker_id)
+
+    @rule(worker_id=_one)
+    def remove(self, worker_id: int) -> None:
+        if worker_id in self.members:
+            self.members.discard(worker_id)
+            self.sender.remove_worker(worker_id)
+
+    @rule(worker_id=_one)
+    def add(self, worker_id: int) -> None:
+        """Add a worker anew, whatever it had before."""
+        if worker_id not in self.members:
+            self.sender.add_worker(worker_id)
+            self.members.add(worker_id)
+            self.join(worker_id)
+
+    @rule(worker_id=_one)
+    @precondition(replaces)
+    def kill(self, worker_id: int) -> None:
+        """Lose a worker, in whose place another process begins."""
+        self.forget(worker_id)
+        self.pool.signal(worker_id, signal.SIGKILL)
+        self.pool.restart(worker_id)
+
+    @invariant()
+    def kept_promises(self) -> None:
+        violations = self.recorder.check()
+        assert not violations, "\n".join(map(str, violations))
+
+    def teardown(self) -> None:
+        """Let everybody come back, after which a send must reach all."""
+        try:
+            # An order that failed has said what is to be said.
+            if sys.exception() is None and hasattr(self, "sender"):
+                self.come_back()
+        finally:
+            self.ends.close()
+
+    def come_back(self) -> None:
+        if self.begun():
+            self.end_send(0.0)
+        for worker_id in _WORKERS:
+            if worker_id not in self.members:
+                self.add(worker_id)
+            elif not self.attends(worker_id):
+                self.join(worker_id)
+        self.recorder.expect(_WORKERS)
+        self.send(set(_WORKERS))
+        self.kept_promises()
+        states = {i: status.state for i, status in self.sender.workers.items()}
+        assert set(states.values()) == {WorkerState.CURRENT}, states
+
+    def attends(self, worker_id: int) -> bool:
+        """Whether a worker can receive now."""
+        absent = self.staged | self.broken
+        return worker_id in self.members & self.lives.keys() - absent
+
+    def forget(self, worker_id: int) -> None:
+        """Count a worker as one without a receiver."""
+        self.lives.pop(worker_id, None)
+        self.staged.discard(worker_id)
+        self.broken.discard(worker_id)
+
+    def start_life(self, worker_id: int) -> None:
+        self.lives[worker_id] = WorkerRecorder(self.recorder, worker_id, lambda: self.looked)
+
+    def next_version(self) -> int:
+        """Make the model the next version."""
+        value = self.sender.version + 1
+        fill(self.policy, float(value))
+        return value
+
+    def start_send(self, to: set[int], seconds: float | None) -> None:
+        value = self.next_version()
+        deadline = None if seconds is None else seconds + self.cases.slack
+        self.recorder.send(value, digest=f"{float(value)}", deadline=deadline)
+        self.pending = self.sender.send_async(worker_ids=sorted(to))
+
+    def end_send(self, seconds: float | None) -> None:
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        try:
+            report = pending.wait(seconds)
+        except SendError as error:
+            report = error.report
+        self.recorder.report(report)
+        self.recorder.states(self.sender.workers)
+
+    def ask(self, worker_id: int, function: Any, *arguments: Any) -> Any:
+        """Call a worker, and see what it holds afterwards."""
+        answer = self.pool.call(worker_id, function, *arguments)
+        self.look(worker_id)
+        self.recorder.states(self.sender.workers)
+        return answer
+
+    def look(self, worker_id: int) -> None:
+        """Record what a worker holds, as a commit where that is another version."""
+        version, values = self.pool.call(worker_id, _held)
+        self.looked = " and ".join(str(value) for value in sorted(values))
+        life = self.lives[worker_id]
+        if version != life.version:
+            life.committed(version)
+        else:
+            life.looked()
+
+
+def _stage_at_once(worker: Worker) -> int | None:
+    assert worker.receiver is not None
+    return worker.receiver.stage(0.0)
+
+
+def _held(worker: Worker) -> tuple[int, set[float]]:
+    assert worker.receiver is not None
+    return worker.receiver.version, worker.values()
