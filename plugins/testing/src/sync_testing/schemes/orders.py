@@ -25,16 +25,19 @@ from hypothesis.stateful import (
 )
 
 from sync_core import PendingSend, SendError, SyncError, WorkerState
+from sync_testing.expectations import RECEIVED
 from sync_testing.interrupts import interrupted
 from sync_testing.recording import Recorder, WorkerRecorder
 from sync_testing.schemes.models import fill, make_policy
 from sync_testing.schemes.pool import SchemeCases, SharedGroup, ended
 from sync_testing.schemes.worker import Worker
+from sync_testing.worker_groups import eventually
 
 #: How many orders are tried; more of them also kill workers, and are made simpler where they fail.
 ORDERS = "SYNC_CONFORMANCE_ORDERS"
-_FEW, _STEPS = 6, 25
-_WORKERS = (0, 1, 2)
+_FEW, _STEPS = 6, 30
+_WORKERS = (0, 1)
+LATE = "an answer must count when it comes, also after its send was given up"
 _some = st.sets(st.sampled_from(_WORKERS), min_size=1)
 _one = st.sampled_from(_WORKERS)
 
@@ -62,7 +65,7 @@ class OrderCases(SchemeCases):
 
 
 class _Fleet(RuleBasedStateMachine):
-    """A sender and three workers, each of which is there, silent, broken, or gone.
+    """A sender and two workers, each of which is there, silent, broken, or gone.
 
     Version ``n`` of the model holds ``n`` in every parameter, so that a look at a worker's values
     says which version it holds, and whether all of it.
@@ -78,6 +81,9 @@ class _Fleet(RuleBasedStateMachine):
         self.lives: dict[int, WorkerRecorder] = {}
         self.broken: set[int] = set()
         self.staged: set[int] = set()
+        #: Those that have refused the newest version; whether the newest may not have been sent.
+        self.refused: set[int] = set()
+        self.unsure = False
         self.pending: PendingSend | None = None
         self.looked = ""
 
@@ -135,6 +141,7 @@ class _Fleet(RuleBasedStateMachine):
     def interrupt(self, moment: int) -> None:
         """Press Ctrl-C at some moment of a send that nobody answers."""
         value = self.next_version()
+        self.unsure = True
         with interrupted(moment), suppress(SyncError):
             self.sender.send(timeout=0.0)
         # How far it came is not known; if it was not sent, the next one has its version.
@@ -143,9 +150,13 @@ class _Fleet(RuleBasedStateMachine):
 
     @rule(worker_id=_one)
     def receive(self, worker_id: int) -> None:
-        """Look for what came before, as one that was busy does."""
+        """Ask for what came before, as one that was busy does: it is the newest, and it counts."""
         if self.attends(worker_id):
-            self.ask(worker_id, Worker.receive, 0.0)
+            due = self.due(worker_id)
+            self.ask(worker_id, Worker.receive, self.cases.slack if due else 0.0)
+            if due:
+                assert self.lives[worker_id].version == due, RECEIVED
+                assert eventually(lambda: self.current(worker_id), self.cases.slack), LATE
         elif worker_id in self.members & self.broken and worker_id not in self.staged:
             with suppress(SyncError):
                 self.pool.call(worker_id, Worker.receive, 0.0)
@@ -168,6 +179,8 @@ class _Fleet(RuleBasedStateMachine):
             self.pool.call(worker_id, Worker.commit_after_another, address)
             self.start_life(worker_id)
         else:
+            if how == "refuse":
+                self.refused.add(worker_id)
             end = Worker.commit_staged if how == "commit" else Worker.refuse_staged
             self.ask(worker_id, end)
 
@@ -242,18 +255,28 @@ class _Fleet(RuleBasedStateMachine):
         self.send(set(_WORKERS))
         self.kept_promises()
         states = {i: status.state for i, status in self.sender.workers.items()}
-        assert set(states.values()) == {WorkerState.CURRENT}, states
+        assert all(map(self.current, states)), states
 
     def attends(self, worker_id: int) -> bool:
         """Whether a worker can receive now."""
         absent = self.staged | self.broken
         return worker_id in self.members & self.lives.keys() - absent
 
+    def due(self, worker_id: int) -> int:
+        """Return the version that a worker that asks must get now; 0 for none."""
+        wanted = self.sender.workers[worker_id].wanted
+        certain = self.lonely() and not self.unsure and worker_id not in self.refused
+        return wanted if certain and wanted > self.lives[worker_id].version else 0
+
+    def current(self, worker_id: int) -> bool:
+        return self.sender.workers[worker_id].state is WorkerState.CURRENT
+
     def forget(self, worker_id: int) -> None:
         """Count a worker as one without a receiver."""
         self.lives.pop(worker_id, None)
         self.staged.discard(worker_id)
         self.broken.discard(worker_id)
+        self.refused.discard(worker_id)
 
     def start_life(self, worker_id: int) -> None:
         self.lives[worker_id] = WorkerRecorder(self.recorder, worker_id, lambda: self.looked)
@@ -268,6 +291,8 @@ class _Fleet(RuleBasedStateMachine):
         value = self.next_version()
         deadline = None if seconds is None else seconds + self.cases.slack
         self.recorder.send(value, digest=f"{float(value)}", deadline=deadline)
+        self.unsure = False
+        self.refused -= to
         self.pending = self.sender.send_async(worker_ids=sorted(to))
 
     def end_send(self, seconds: float | None) -> None:
