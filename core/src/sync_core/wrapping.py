@@ -20,8 +20,8 @@ from sync_core.hooks import (
     TransportContext,
     check_endpoint,
     hookimpl,
-    parse_options,
 )
+from sync_core.options import parse_options
 from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
 
 if TYPE_CHECKING:

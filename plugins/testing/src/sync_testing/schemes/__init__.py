@@ -11,6 +11,7 @@ from sync_testing.schemes.faults import FaultCases
 from sync_testing.schemes.increments import IncrementCases
 from sync_testing.schemes.lifetime import LifetimeCases
 from sync_testing.schemes.models import fill, fingerprints, make_policy
+from sync_testing.schemes.orders import OrderCases
 from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, Workers, borrow_pool
 from sync_testing.schemes.protocol import CombinationCases, ProtocolCases
 from sync_testing.schemes.values import IsolationCases, ValueCases
@@ -23,6 +24,7 @@ __all__ = [
     "IncrementCases",
     "IsolationCases",
     "LifetimeCases",
+    "OrderCases",
     "ProtocolCases",
     "SchemeCases",
     "SchemeConformance",
@@ -47,6 +49,7 @@ class SchemeConformance(
     LifetimeCases,
     FaultCases,
     IncrementCases,
+    OrderCases,
 ):
     """Inherit and set `scheme`; what a scheme cannot do is skipped by its capabilities.
 

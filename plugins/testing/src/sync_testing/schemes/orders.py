@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from sync_core import PendingSend, SendError, SyncError, WorkerState
-from sync_testing.expectations import RECEIVED
+from sync_testing.expectations import NO_NEWS, RECEIVED
 from sync_testing.interrupts import interrupted
 from sync_testing.recording import Recorder, WorkerRecorder
 from sync_testing.schemes.models import fill, make_policy
@@ -46,12 +46,12 @@ class OrderCases(SchemeCases):
     """What no case has thought of."""
 
     @pytest.mark.usefixtures("asking")
-    @pytest.mark.timeout(3600)
     def test_random_orders_of_calls(self, pool: SharedGroup) -> None:
         asked = os.environ.get(ORDERS)
         phases = [Phase.generate, *([Phase.shrink] if asked else [])]
+        fleet = {"cases": self, "pool": pool, "thorough": bool(asked)}
         run_state_machine_as_test(
-            lambda: _Fleet(self, pool, thorough=bool(asked)),
+            type("Fleet", (_Fleet,), fleet),
             settings=settings(
                 max_examples=int(asked or _FEW),
                 stateful_step_count=_STEPS,
@@ -71,9 +71,13 @@ class _Fleet(RuleBasedStateMachine):
     says which version it holds, and whether all of it.
     """
 
-    def __init__(self, cases: SchemeCases, pool: SharedGroup, *, thorough: bool) -> None:
+    cases: ClassVar[SchemeCases]
+    pool: ClassVar[SharedGroup]
+    #: Whether workers are killed.
+    thorough: ClassVar[bool]
+
+    def __init__(self) -> None:
         super().__init__()
-        self.cases, self.pool, self.thorough = cases, pool, thorough
         self.ends = ExitStack()
         self.recorder = Recorder()
         self.members = set(_WORKERS)
@@ -85,6 +89,7 @@ class _Fleet(RuleBasedStateMachine):
         self.refused: set[int] = set()
         self.unsure = False
         self.pending: PendingSend | None = None
+        self.killed = False
         self.looked = ""
 
     def begun(self) -> bool:
@@ -98,8 +103,9 @@ class _Fleet(RuleBasedStateMachine):
         return not self.cases.can("all_or_none")
 
     def replaces(self) -> bool:
+        """Whether a worker may be killed: once in an order, as its successor takes seconds."""
         kinds = self.pool.group_class.capabilities
-        return self.thorough and {"cross_process", "restart"} <= kinds
+        return self.thorough and not self.killed and {"cross_process", "restart"} <= kinds
 
     @initialize()
     def begin(self) -> None:
@@ -152,11 +158,15 @@ class _Fleet(RuleBasedStateMachine):
     def receive(self, worker_id: int) -> None:
         """Ask for what came before, as one that was busy does: it is the newest, and it counts."""
         if self.attends(worker_id):
-            due = self.due(worker_id)
-            self.ask(worker_id, Worker.receive, self.cases.slack if due else 0.0)
+            held, certain = self.lives[worker_id].version, self.certain(worker_id)
+            wanted = self.sender.workers[worker_id].wanted
+            due = certain and wanted > held
+            version = self.ask(worker_id, Worker.receive, self.cases.slack if due else 0.0)
             if due:
-                assert self.lives[worker_id].version == due, RECEIVED
+                assert version == wanted, RECEIVED
                 assert eventually(lambda: self.current(worker_id), self.cases.slack), LATE
+            elif certain:
+                assert version is None, NO_NEWS
         elif worker_id in self.members & self.broken and worker_id not in self.staged:
             with suppress(SyncError):
                 self.pool.call(worker_id, Worker.receive, 0.0)
@@ -225,6 +235,7 @@ class _Fleet(RuleBasedStateMachine):
     @precondition(replaces)
     def kill(self, worker_id: int) -> None:
         """Lose a worker, in whose place another process begins."""
+        self.killed = True
         self.forget(worker_id)
         self.pool.signal(worker_id, signal.SIGKILL)
         self.pool.restart(worker_id)
@@ -262,11 +273,9 @@ class _Fleet(RuleBasedStateMachine):
         absent = self.staged | self.broken
         return worker_id in self.members & self.lives.keys() - absent
 
-    def due(self, worker_id: int) -> int:
-        """Return the version that a worker that asks must get now; 0 for none."""
-        wanted = self.sender.workers[worker_id].wanted
-        certain = self.lonely() and not self.unsure and worker_id not in self.refused
-        return wanted if certain and wanted > self.lives[worker_id].version else 0
+    def certain(self, worker_id: int) -> bool:
+        """Whether the newest version is there for a worker that asks, whatever others do."""
+        return self.lonely() and not self.unsure and worker_id not in self.refused
 
     def current(self, worker_id: int) -> bool:
         return self.sender.workers[worker_id].state is WorkerState.CURRENT
