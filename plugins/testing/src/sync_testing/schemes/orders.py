@@ -45,6 +45,7 @@ _one = st.sampled_from(_WORKERS)
 class OrderCases(SchemeCases):
     """What no case has thought of."""
 
+    @pytest.mark.timeout(3600)
     @pytest.mark.usefixtures("asking")
     def test_random_orders_of_calls(self, pool: SharedGroup) -> None:
         asked = os.environ.get(ORDERS)
