@@ -49,6 +49,7 @@ class OrderCases(SchemeCases):
     @pytest.mark.timeout(3600)
     @pytest.mark.usefixtures("asking")
     def test_random_orders_of_calls(self, pool: SharedGroup) -> None:
+        self.need_one_sender()
         asked = os.environ.get(ORDERS)
         phases = [Phase.generate, *([Phase.shrink] if asked else [])]
         fleet = {"cases": self, "pool": pool, "thorough": bool(asked)}
@@ -87,9 +88,9 @@ class _Fleet(RuleBasedStateMachine):
         self.lives: dict[int, WorkerRecorder] = {}
         self.broken: set[int] = set()
         self.staged: set[int] = set()
-        #: Those that have refused the newest version; whether the newest may not have been sent.
+        #: Those that have refused the newest version; those for whom a send was interrupted.
         self.refused: set[int] = set()
-        self.unsure = False
+        self.unsure: set[int] = set()
         self.pending: PendingSend | None = None
         self.killed = False
         self.looked = ""
@@ -149,7 +150,7 @@ class _Fleet(RuleBasedStateMachine):
     def interrupt(self, moment: int) -> None:
         """Press Ctrl-C at some moment of a send that nobody answers."""
         value = self.next_version()
-        self.unsure = True
+        self.unsure.update(_WORKERS)
         with interrupted(moment), suppress(SyncError):
             self.sender.send(timeout=0.0)
         # How far it came is not known; if it was not sent, the next one has its version.
@@ -281,7 +282,7 @@ class _Fleet(RuleBasedStateMachine):
 
     def certain(self, worker_id: int) -> bool:
         """Whether the newest version is there for a worker that asks, whatever others do."""
-        return self.lonely() and not self.unsure and worker_id not in self.refused
+        return self.lonely() and worker_id not in self.refused | self.unsure
 
     def current(self, worker_id: int) -> bool:
         return self.sender.workers[worker_id].state is WorkerState.CURRENT
@@ -310,7 +311,7 @@ class _Fleet(RuleBasedStateMachine):
         value = self.next_version()
         deadline = None if seconds is None else seconds + self.cases.slack
         self.recorder.send(value, digest=f"{float(value)}", deadline=deadline)
-        self.unsure = False
+        self.unsure -= to
         self.refused -= to
         self.pending = self.sender.send_async(worker_ids=sorted(to))
 
