@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -28,7 +29,7 @@ from sync_testing.processes import descendants
 from sync_testing.worker_groups import eventually
 
 # Seconds that threads and processes get to end on a busy machine.
-_PATIENCE = 10.0
+_PATIENCE = 30.0
 
 
 def pytest_configure() -> None:
@@ -158,7 +159,8 @@ def ends_what_it_starts() -> Iterator[None]:
     gc.collect()
     assert not (left := _outlive(threads)), f"the file has left {left}"
     eventually(lambda: not _processes() - processes, _PATIENCE)
-    assert not (pids := _processes() - processes), f"the file has left the processes {pids}"
+    commands = {pid: _command(pid) for pid in _processes() - processes}
+    assert not commands, f"the file has left the processes {commands}"
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +210,12 @@ def _processes() -> set[int]:
     """The processes that were started, without those that `multiprocessing` keeps to the end."""
     kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     return descendants() - kept
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return "ended meanwhile"
 
 
 @pytest.hookimpl(optionalhook=True)
