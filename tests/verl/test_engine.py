@@ -126,6 +126,15 @@ def test_a_step_that_the_trainer_cannot_send(actors: list[Any]) -> None:
             ray.get(each, timeout=PATIENCE)
 
 
+def test_a_scheme_whose_addresses_cannot_be_sent(cluster: Cluster) -> None:
+    options = {"scheme": "mp", "timeout": 30}
+    [trainer], [rollout] = cluster.make(1, options, is_master=True), cluster.make(1, options)
+    begin([trainer], [rollout])
+    rollout.receive.remote(0)
+    with pytest.raises(SendError, match="worker 0 could not be sent its address"):
+        ray.get(trainer.send.remote(0, 0), timeout=PATIENCE)
+
+
 def test_another_trainer_takes_over(actors: list[Any]) -> None:
     trainer, first, second = actors
     update([trainer], [first, second], 7, source=7)

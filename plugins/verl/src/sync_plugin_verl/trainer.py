@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sync_core import Sender, SendReport, UnknownWorkerError
+from sync_core import Sender, SendError, SendReport, UnknownWorkerError
 from sync_plugin_std import Stream
 from sync_plugin_verl.rollout import deliver, version_of
 
@@ -82,6 +82,11 @@ class TrainerEnd:
         self._rollouts = {}  # which would keep the actors alive
         try:
             return await asyncio.to_thread(pending.wait)
+        except SendError as error:
+            for meeting in meetings:
+                if meeting.done() and (note := meeting.result()):
+                    error.add_note(note)
+            raise
         finally:
             for meeting in meetings:
                 meeting.cancel()
@@ -105,20 +110,19 @@ class TrainerEnd:
             if name not in self._ids:
                 self._ids[name] = sender.add_worker()
 
-    async def _introduce(self, sender: Sender, name: str, actor: Any) -> None:
-        """Send a rollout its address; one that cannot be called is removed."""
-        from ray.exceptions import RayError
-
+    async def _introduce(self, sender: Sender, name: str, actor: Any) -> str:
+        """Send a rollout its address, or remove it and return why it cannot be sent."""
         worker_id = self._ids[name]
-        address = sender.address(worker_id)
         try:
-            await actor.__ray_call__.remote(deliver, name, address)
-        except RayError as error:
-            _log.warning("%s is removed, since it cannot be called: %s", name, error)
+            await actor.__ray_call__.remote(deliver, name, sender.address(worker_id))
+        except Exception as error:
+            note = f"worker {worker_id} could not be sent its address: {error!r}"
+            _log.warning("%s", note)
             with suppress(UnknownWorkerError):
                 sender.remove_worker(worker_id)
-        else:
-            self._introduced.add(name)
+            return note
+        self._introduced.add(name)
+        return ""
 
 
 def _held(
