@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -27,11 +28,12 @@ class WeightMemory:
     """Whether the memory of the weights is there, and whether they are what was loaded last.
 
     Args:
-        on_discard: called after weights were discarded.
+        on_discard: a method that is called after weights were discarded. Its object, which has the
+            model, is not kept alive: vLLM's registry keeps backends for ever.
     """
 
     def __init__(self, on_discard: Callable[[], None]) -> None:
-        self._on_discard = on_discard
+        self._on_discard = weakref.WeakMethod(on_discard)
         #: Whether the weights cannot be read or written now.
         self.asleep = False
         #: Whether no weights were loaded since they were discarded.
@@ -42,7 +44,8 @@ class WeightMemory:
         self.asleep = True
         if not kept:
             self.discarded = True
-            self._on_discard()
+            if (on_discard := self._on_discard()) is not None:
+                on_discard()
 
     def error(self, worker_id: int) -> AsleepError:
         """The reason why a version is not loaded now."""
@@ -111,7 +114,7 @@ def watch_sleep(model_config: Any, on_discard: Callable[[], None]) -> WeightMemo
 
     Args:
         model_config: vLLM's configuration of the model; its ``sleep_mode_backend`` is replaced.
-        on_discard: called after weights were discarded.
+        on_discard: a method that is called after weights were discarded.
 
     Returns:
         What is known of the memory of the weights from now on.
