@@ -151,6 +151,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         receiver = self._connected()
         if self._memory.asleep:
             self._staged = None
+        self._catch_up(receiver, update_info.version)
         staged = self._gather(self._staged)
         if update_info.check:
             self._check_staged(staged, update_info.version)
@@ -196,6 +197,15 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+    def _catch_up(self, receiver: Receiver, version: int) -> None:
+        """Stage a version, where a rank that has joined again was sent the one before it first."""
+        try:
+            while self._staged is not None and self._staged < version:
+                self._staged = receiver.stage()
+        except Exception:
+            self._staged = None
+            _logger.exception("version %d could not be staged", version)
 
     def _join(self, address: Address) -> Receiver:
         return Receiver(address, load=self._load, background=True)
