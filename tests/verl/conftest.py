@@ -1,4 +1,4 @@
-"""One Ray for the tests in this folder."""
+"""One Ray for the tests of a file: the one that other tests have started, or its own."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from tests.verl.group import Cluster
 collect_ignore = ["upstream"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def one_cluster() -> Iterator[Cluster]:
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        logging_level=logging.WARNING,
-        log_to_driver=False,
-        object_store_memory=256 * 1024**2,
-    )
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            logging_level=logging.WARNING,
+            log_to_driver=False,
+            object_store_memory=256 * 1024**2,
+        )
     yield Cluster()
-    ray.shutdown()
+    if ours:
+        ray.shutdown()
 
 
 @pytest.fixture
@@ -35,4 +38,4 @@ def cluster(one_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module", autouse=True)
 def ends_what_it_starts() -> None:
-    """Check no file alone: Ray serves them all, and ends with the last of them."""
+    """Check no file alone: Ray may serve those of other folders, and end with them."""
