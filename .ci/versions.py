@@ -37,7 +37,7 @@ _MODELS = ("tests/core/test_extract.py", "tests/core/test_layout.py", "tests/cor
 
 @dataclass(frozen=True)
 class Column:
-    """What is tried in several versions.
+    """A package that is tried in several versions.
 
     Args:
         name: its name in the table; of a package, the one that pip knows.
@@ -104,7 +104,7 @@ def _versions(column: Column) -> tuple[str, ...]:
 
 
 def _try(column: Column, version: str) -> str:
-    """Return a cell: a version, and what came of it."""
+    """Return a cell: a version and its outcome."""
     print(f"{column.name} {version}:", flush=True)
     with tempfile.TemporaryDirectory(prefix="sync-versions-") as scratch:
         try:

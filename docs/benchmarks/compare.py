@@ -91,11 +91,11 @@ class Way:
         folder: an empty directory on a disk.
     """
 
-    #: Whether workers load when they are told that the weights are there, and not before.
+    #: Whether workers load on a signal that the weights are there.
     told = True
     #: The deadline of what has one.
     seconds = 120.0
-    #: What a call of `send` does.
+    #: The outcome of a call of `send`.
     did = "returns"
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -388,7 +388,7 @@ def measure(way: Way, size: str, rounds: int, results: Connection) -> None:
 
 
 def kill(way: Way, size: str, rounds: int, results: Connection) -> None:
-    """Send what becomes of an update in which a worker is killed."""
+    """Send the outcome of an update in which a worker is killed."""
     os.setsid()
     way.seconds = _SECONDS
     trainer = Trainer(way, size)
@@ -486,7 +486,7 @@ def compare(ways: Sequence[str], sizes: Sequence[str], turns: int) -> None:
 
 
 def deaths(ways: Sequence[str]) -> None:
-    """Print the table of what becomes of a transfer in which a worker is killed."""
+    """Print the outcomes of transfers in which a worker is killed."""
     print("| way | the trainer's call | the other worker has the version | and the next one |")
     print("|---|---|---|---|")
     for name in ways:

@@ -84,7 +84,7 @@ def empty() -> nn.Module:
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank does, and where its results go."""
+    """The task of one rank, and where its results go."""
 
     way: str
     scheme: str

@@ -1,4 +1,4 @@
-"""How far apart workers commit a version, with ``two_phase::`` and without.
+"""The time between the commits of two workers, with ``two_phase::`` and without.
 
     python docs/benchmarks/two_phase.py | python docs/benchmarks/page.py --record two_phase
 
@@ -47,7 +47,7 @@ def work(address: Address, mb: float, late: float, pipe: Connection) -> None:
         pipe.send(None)
         with suppress(SenderLostError):
             while receiver.receive():
-                # What the worker does in its step does not matter here.
+                # The step stands for any work.
                 time.sleep(late)
     pipe.send(moments)
 

@@ -76,7 +76,7 @@ def register(collector: Collector, addresses: Any) -> None:
 
 
 def comes_to_hold(collector: Collector, value: float, path: str = "policy.weight.item") -> bool:
-    """Whether both workers have it in the end: a busy machine takes more than half a second."""
+    """Wait until both workers have it: a busy machine takes more than half a second."""
 
     def holds() -> bool:
         if collector.cascade_execute(path) == [value, value]:

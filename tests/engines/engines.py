@@ -238,7 +238,7 @@ class Server:
             return error.code, error.read().decode()
 
     def get(self, path: str) -> Any:
-        """What the server answers."""
+        """Return the answer of the server."""
         with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as reply:
             return json.loads(reply.read())
 

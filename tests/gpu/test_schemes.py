@@ -83,7 +83,7 @@ def test_every_bit_arrives_where_the_model_is(
             model.fill(value)
             pending = sender.send_async()
             sent = bits(model)
-            # What was packed stays what it was.
+            # The packed version stays as it was.
             model.fill(9)
             calls = [group.call(i, Worker.receive) for i in group.worker_ids]
             for call in calls:

@@ -136,7 +136,7 @@ def pids(group: RayGroup) -> list[int]:
 
 
 def fail(error: threading.ExceptHookArgs) -> None:
-    """Leave the exit code of an error, which one in a thread does not have by itself."""
+    """End with the exit code of an error, which an error in a thread does not set."""
     traceback.print_exception(error.exc_value)
     os._exit(1)
 

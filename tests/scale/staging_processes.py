@@ -51,7 +51,7 @@ def work(address: Address, line: Connection) -> None:
 
 
 def train(scheme: TwoPhase, line: Connection, timeout: float) -> None:
-    """Send a version to two workers when asked to, and report what became of it."""
+    """Send a version to two workers when asked to, and report the outcome."""
     model = weights()
     with Sender(scheme, model, num_workers=2, timeout=timeout) as sender:
         line.send([sender.address(i) for i in range(2)])
@@ -72,6 +72,6 @@ def start(function: Callable[..., None], *args: Any) -> tuple[BaseProcess, Conne
 
 
 def heard(line: Connection, seconds: float = 30.0) -> Any:
-    """What a process has said next."""
+    """Return the next message of a process."""
     assert line.poll(seconds), f"the process says nothing within {seconds} s"
     return line.recv()

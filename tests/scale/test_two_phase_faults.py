@@ -54,7 +54,7 @@ def ends() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[str]]:
-    """What workers of this process log about a version that is staged."""
+    """The messages that workers of this process log about a staged version."""
     monkeypatch.setattr(staging, "_QUIET", QUIET)
     messages: queue.Queue[str] = queue.Queue()
     handler = Said(messages.put)

@@ -29,7 +29,7 @@ def s3_server() -> Iterator[str]:
                 line = server.stderr.readline()
                 assert line, "the S3 server must start: pip install 'moto[server]'"
                 found = re.search(r"http://127\.0\.0\.1:\d+", line)
-            # What it prints for each request must not fill the pipe.
+            # Its line for each request must not fill the pipe.
             reading = threading.Thread(target=server.stderr.read, daemon=True)
             reading.start()
             yield found[0]

@@ -49,7 +49,7 @@ def object_of(folder: Path, key: str, version: int) -> Path:
 
 
 def test_readers_of_any_age_get_every_version_whole(tmp_path: Path) -> None:
-    """Those that read each version, some of them, or begin late; and those that keep to one."""
+    """Readers of each version, of some, from a late one on, and of a single one."""
     chance = random.Random(45)
     trained = weights()
     with Sender("store", trained, url=str(tmp_path), anchor_every=4, keep=99) as sender:
@@ -92,7 +92,7 @@ def test_a_late_reader_takes_the_newest_anchor_and_what_follows(tmp_path: Path) 
                 sender.send()
                 assert receiver.receive(10.0) == version
                 before, faults.sent = faults.sent, 0
-                # What is sent to a reader that is current is what changed.
+                # A reader that is current is sent the changes only.
                 assert (before > 100_000) == (version in (1, 6))
         faults.asked.clear()
         with Receiver(address, late) as receiver:
@@ -155,7 +155,7 @@ def test_a_broken_chain_falls_back_to_what_is_whole(
                 assert equal(copy, at(broken - 1))
                 assert f"version {broken - 1} is read instead of 7" in caplog.text
                 caplog.clear()
-                # What is newer cannot be read, and the caller learns why.
+                # Newer versions cannot be read, and the caller learns why.
                 with pytest.raises(PayloadError, match=f"of version {broken} cannot be read"):
                     receiver.receive(10.0)
                 assert equal(copy, at(broken - 1))

@@ -1,4 +1,4 @@
-"""What the suite counts as left behind in shared memory."""
+"""The files in shared memory that the suite counts as left behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="memory is no folder here")
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="shared memory is not mounted")
 @pytest.mark.timeout(60)
 def test_what_another_program_uses_is_not_left_behind() -> None:
     before = _shared_memory()

@@ -120,7 +120,7 @@ def test_a_copy_of_a_template_is_what_is_written_under_its_name(
     before, note = expected["README.md"].split("<!-- template -->")
     expected["README.md"] = before.removesuffix("\n") + note.split("template -->\n")[1]
     found = files_of(copy)
-    # What a kind is called in a copy does not change with the name.
+    # The name of a kind in a copy does not change with the plugin's.
     assert found == expected
     workflows = sorted(str(path) for path in (copy / ".github/workflows").iterdir())
     assert len(workflows) == 3

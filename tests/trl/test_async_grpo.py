@@ -34,7 +34,7 @@ SAMPLING = GenerationConfig(max_new_tokens=6, do_sample=True, pad_token_id=0, eo
 
 
 class PlainAttention:
-    """What the kernel of TRL's trainer, which needs a GPU, computes."""
+    """Computes the same as the kernel of TRL's trainer, which needs a GPU."""
 
     @staticmethod
     def flash_attn_varlen_func(

@@ -30,7 +30,7 @@ def weights(step: int, *, size: int = 300) -> dict[str, Tensor]:
 
 
 class Actor:
-    """What verl calls in both kinds of workers."""
+    """Both kinds of verl's workers: the methods that verl calls."""
 
     async def make(self, options: Mapping[str, Any], *, is_master: bool) -> None:
         """Make an engine, in place of one that this process may have."""

@@ -344,7 +344,7 @@ def test_an_engine_without_weights_is_not_current(
         engines[1].asleep = False
         assert target.send().updated == (0, 1)
         assert [engine.state for engine in target.engines] == ["current", "current"]
-    # The end of a sender is no loss of weights.
+    # The weights outlive the end of a sender.
     assert [engine.state for engine in target.engines] == ["current", "current"]
 
 

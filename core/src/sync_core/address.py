@@ -374,7 +374,7 @@ def _parse(text: str | bytes) -> dict[str, Any]:
         raise AddressError(f"an address in JSON is a text, not a {type(text).__name__}")
     try:
         content = json.loads(text)
-        # JSON may have half of a surrogate pair, which is no text for a file, a socket or a log.
+        # JSON may have half of a surrogate pair, which no file, socket or log takes as text.
         json.dumps(content, ensure_ascii=False).encode()
     except UnicodeError:
         raise AddressError(f"not an address in JSON: its text is not Unicode; {_TYPE}") from None

@@ -251,7 +251,7 @@ def load(group: str, entry: EntryPoint) -> Any:
 
 
 def imported(owner: str, entry: EntryPoint) -> Any:
-    """What an entry point refers to, whatever that is; ``owner`` names it in messages.
+    """Return the object that an entry point refers to; ``owner`` names it in messages.
 
     Raises:
         PluginVersionError: it was made for another core; it is not imported.

@@ -192,7 +192,7 @@ class _Setup:
 
 
 class _WeightSync:
-    """What takes the place of RLlib's own way, in the driver.
+    """Takes the place of RLlib's own weight sync, in the driver.
 
     Worker 0 is the runner in the driver, and the others have RLlib's indices.
     """
@@ -326,7 +326,7 @@ def _send(learner: Any) -> int | None:
 def _connect_recreated(
     *, algorithm: Any, env_runner_indices: Sequence[int], is_evaluation: bool, **_: Any
 ) -> None:
-    """Connect runners that RLlib has started anew."""
+    """Connect runners that RLlib has restarted."""
     if not is_evaluation:
         _log.info("env runners %s were recreated; they get the newest weights", env_runner_indices)
         algorithm.weight_sync.connect(env_runner_indices)

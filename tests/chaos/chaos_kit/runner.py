@@ -30,7 +30,7 @@ _GRACE = 3.0
 # A call to a worker that takes longer hangs.
 _PATIENCE = 30.0
 _IDS = tuple(range(WORKERS))
-# What a promise that was not kept is; any other is something else.
+# The verdict on each promise that was not kept.
 _VERDICTS = {
     "an end": Verdict.HANG,
     "whole": Verdict.TORN,

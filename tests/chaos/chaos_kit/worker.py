@@ -115,7 +115,7 @@ def resources(worker: Worker | None = None, *, collect: bool = True) -> dict[str
 
 
 def descriptors(worker: Worker | None = None) -> list[str]:
-    """What each open descriptor of this process leads to; the worker is not looked at."""
+    """Return the target of each open descriptor of this process."""
     del worker
     found = []
     for path in Path("/proc/self/fd").iterdir():

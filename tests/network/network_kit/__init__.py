@@ -1,1 +1,1 @@
-"""What the tests of networks run: hosts, the switch between them, and programs on them."""
+"""Hosts of the tests of networks, the switch between them, and programs on them."""

@@ -35,7 +35,7 @@ _NODE = Path(__file__).with_name("node.py")
 
 @dataclass(frozen=True, slots=True)
 class Disorder:
-    """What happens to frames that are not lost to a partition.
+    """The fate of frames that are not lost to a partition.
 
     Args:
         lost: the share that is lost.

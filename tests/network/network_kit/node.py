@@ -1,4 +1,4 @@
-"""What runs on a host: a trainer that sends all the time, a worker, or a relay.
+"""The program of a host: a trainer that sends all the time, a worker, or a relay.
 
     python node.py trainer SCHEME NUM_WORKERS OPTIONS
     python node.py worker FILE

@@ -176,7 +176,7 @@ def start_trainer(
 def start_replica(
     rank: int, hf: HFModelConfig, rollout: RolloutConfig, *, copies: bool = False
 ) -> Replica:
-    """Return a rollout, in a process of its own."""
+    """Return a rollout in another process."""
     made = RayClassWithInitArgs(
         cls=ray.remote(RolloutWorker), model_config=hf, rollout_config=rollout, copies=copies
     )

@@ -113,7 +113,7 @@ class Source:
                 update = Update(self.layout, update.source)
             else:
                 is_own = weights is None or weights is self.model
-                # What the model itself has lost is not held by the workers as the model has it.
+                # Workers do not hold a tensor that the model has lost as the model does.
                 partial = self._partial and not (is_own and self.found is self.model)
                 update = conform(dict(update.items()), self.layout, partial=partial, own=is_own)
         return update

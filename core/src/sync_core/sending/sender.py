@@ -240,7 +240,7 @@ class Sender(Updater):
 
     @property
     def calls_workers(self) -> bool:
-        """Whether the sender calls its workers by handles; else they connect by their addresses."""
+        """True if the sender calls its workers by handles; else they connect by their addresses."""
         return self._called
 
     def all_worker_ids(self) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ class Payload:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the tensors are made one after the other while they are packed."""
+        """True if the tensors are made one after the other while they are packed."""
         return isinstance(self.source, TensorStream)
 
     def pack_in_steps(self, block: Block) -> Iterator[int]:

@@ -99,7 +99,7 @@ class GetterScheme:
 
 
 class GetterReceiver(ReceiverTransport):
-    """Asks the function, and has a sender of its own let the layers change what it gives.
+    """Asks the function, and has the layers change its result by a private sender.
 
     Args:
         scheme: has the function and the layers.

@@ -44,7 +44,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "refuse": ("worker", "life", "version", "from", "to"),
     # A look at a model: the bytes that it holds.
     "look": ("worker", "life", "digest"),
-    # What the sender knows of a worker: its state, the version acknowledged, and the one meant.
+    # The sender's view of a worker: its state, the version acknowledged, and the one meant.
     "state": ("worker", "to", "version", "wanted"),
     # These workers live and receive, so the next send must update them.
     "expect": ("workers",),

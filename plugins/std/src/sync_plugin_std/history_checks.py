@@ -1,7 +1,7 @@
 """The checker of histories: what a run promised, compared with what it did.
 
-The rules are those of ``docs/explanation/protocol.md``, in its words. What a history does not tell
-is not judged: a `Record` alone has no commits, so that only deadlines are.
+The rules are those of ``docs/explanation/protocol.md``, in its words. Only events of
+the history are judged: a `Record` alone has no commits, so that only deadlines are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sync_plugin_std.history import Event
 
 __all__ = ["RULES", "Violation", "check_history"]
 
-#: What is judged.
+#: The promises that are judged.
 RULES = {
     "forward only": "a receiver commits no version older than its own; a sender's versions grow",
     "whole": "what a worker commits, or holds, are the bytes that were sent as that version",

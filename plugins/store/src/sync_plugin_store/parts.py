@@ -228,7 +228,7 @@ class Range:
 
 
 class Plan:
-    """Which chunks of a version are read, and what is written of them.
+    """The chunks of a version that are read, and the bytes of them that are written.
 
     Args:
         layout: of the version.
@@ -264,7 +264,7 @@ class Plan:
             if size_of(region)
             for run in _runs_of(spec, region, target)
         ]
-        #: What is read, in the order of the body.
+        #: The ranges that are read, in the order of the body.
         self.ranges = self._ranges(runs)
 
     def _ranges(self, runs: Sequence[_Run]) -> list[Range]:

@@ -271,7 +271,7 @@ def _receiver(context: TransportContext, options: StoreOptions) -> ReceiverTrans
     )
     parts = endpoint.parts if isinstance(endpoint, PartsEndpoint) else None
     if parts is not None:
-        # What is read is a part of versions of this layout.
+        # The receiver reads a part of versions of this layout.
         context = replace(context, layout=parts.layout)
     try:
         if not endpoint.answers:

@@ -1,4 +1,4 @@
-"""Histories that a test writes of its own senders and workers, for `check_history`.
+"""Histories of the senders and workers of a test, for `check_history`.
 
 `Recorder` keeps the events, in memory or in a file that several processes append to;
 `WorkerRecorder` writes those of one receiver.

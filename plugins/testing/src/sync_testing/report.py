@@ -84,7 +84,7 @@ class Reporting:
     """A plugin of pytest that writes the report when the run ends; also for runs of pytest-xdist.
 
     Args:
-        path: the file, which is written anew.
+        path: the file, which is overwritten.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +105,7 @@ class Reporting:
             described = _describe(cls, cases)
             if described is not None:
                 for case in cases:
-                    # What a process of pytest-xdist returns has these properties too.
+                    # The reports of processes of pytest-xdist have these properties, too.
                     case.user_properties.append((_KEY, described))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -50,7 +50,7 @@ class AsyncRollouts:
         metrics_queue: empty; the samples have their metrics.
 
     Raises:
-        ValueError: no rows, or a count that is none.
+        ValueError: there are no rows, or a count is not a number.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from sync_core.models import ComputedWeights, Strategy, TensorStream, named_tens
 
 
 class Transfers(Protocol):
-    """A sender of weights that somebody else holds: `sync_core.Sender`, or `Rollouts`."""
+    """A sender that the caller owns: `sync_core.Sender`, or `Rollouts`."""
 
     @property
     def model(self) -> Any:

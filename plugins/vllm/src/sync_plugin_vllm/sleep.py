@@ -1,4 +1,4 @@
-"""What the sleep of an engine does to the weights in one rank.
+"""The weights of one rank while its engine sleeps.
 
 vLLM puts each rank to sleep by a *sleep-mode backend*: ``suspend(1)`` moves the weights to the
 host, and ``suspend(2)`` discards them. Nothing tells a weight transfer engine. So `watch_sleep`
@@ -25,7 +25,7 @@ _numbers = itertools.count(1)
 
 
 class WeightMemory:
-    """Whether the memory of the weights is there, and whether they are what was loaded last.
+    """The state of the memory of the weights: there or not, and as loaded or not.
 
     Args:
         on_discard: a method that is called after weights were discarded. Its object, which has the
@@ -117,7 +117,7 @@ def watch_sleep(model_config: Any, on_discard: Callable[[], None]) -> WeightMemo
         on_discard: a method that is called after weights were discarded.
 
     Returns:
-        What is known of the memory of the weights from now on.
+        The state of the memory of the weights, kept up to date from now on.
     """
     memory = WeightMemory(on_discard)
     watched = SleepModeBackendFactory.get_backend_class(model_config.sleep_mode_backend)

@@ -93,7 +93,7 @@ class _Engine:
 
     @property
     def key(self) -> str:
-        """What it is called in a vote; engines in one process have the same name."""
+        """The name of the target in a vote; engines in one process share theirs."""
         return f"{self.status.name} (workers {', '.join(map(str, self.status.worker_ids))})"
 
     def set(self, **changes: Any) -> None:

@@ -58,7 +58,7 @@ class Votes:
 
     @property
     def reason(self) -> str:
-        """Why no engine loads the version; empty where that is not so."""
+        """The reason why no engine loads the version; empty if the engines load it."""
         return self._reason
 
     def pass_on(self, step: Step, member: str) -> bool:

@@ -87,7 +87,7 @@ class VectorGymEnv(ArrayEnv):
         # The observations after the last step, where it has reset what had ended, and where.
         self._fresh: Arrays = {}
         self._is_fresh = np.zeros(env.num_envs, np.bool_)
-        # What was observed last, kept for simulators that lose the last observations of episodes.
+        # The last observations, for simulators that lose those that end episodes.
         self._before: Arrays | None = None
         self._warned = False
         self._gives_last = self._mode is not AutoresetMode.SAME_STEP

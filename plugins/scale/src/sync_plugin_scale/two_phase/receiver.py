@@ -116,7 +116,7 @@ class TwoPhaseReceiver(ReceiverTransport):
         return True
 
     def _await_decision(self, deadline: float) -> Payload | None:
-        """Return the staged version once it is to be committed.
+        """Return the staged version once the sender decides to commit it.
 
         None where there is no decision in time, or the version was dropped: see `_staged`.
         """

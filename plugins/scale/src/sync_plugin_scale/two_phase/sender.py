@@ -58,7 +58,7 @@ class _Member:
     Args:
         packed: the newest version that it was to commit; None for none.
         aborted: whether it was sent a newer one that was not.
-        fresh: whether it may lack the version that it is to have, as a new receiver does.
+        fresh: whether it may lack the version that it must have, as a new receiver does.
         again: whether it was sent a version again, and has committed none since.
     """
 
@@ -369,7 +369,7 @@ class TwoPhaseSender(SenderTransport):
                 self._send_alone(worker_id)
 
     def _remember(self, current: _Round, addressed: set[int], *, commit: bool) -> None:
-        """Note what the workers of a version are to have."""
+        """Note the version that its workers must have."""
         members = [self._members[worker_id] for worker_id in addressed]
         if current.to_all:
             members.append(self._joining)
@@ -441,7 +441,7 @@ class TwoPhaseSender(SenderTransport):
             self._send_alone(worker_id)
 
     def _send_alone(self, worker_id: int) -> None:
-        """Send one worker the version that it is to have, which was decided about."""
+        """Send one worker the version that it must have, about which the decision was made."""
         member, current = self._members.get(worker_id), self._round
         if member is None or member.packed is None:
             return

@@ -38,13 +38,13 @@ ORDERS = "SYNC_CONFORMANCE_ORDERS"
 _FEW, _STEPS = 6, 30
 _WORKERS = (0, 1)
 LATE = "an answer must count when it comes, also after its send was given up"
-ANEW = "a worker that begins anew must not count as one that has a version"
+ANEW = "a worker that restarts must not count as one that has a version"
 _some = st.sets(st.sampled_from(_WORKERS), min_size=1)
 _one = st.sampled_from(_WORKERS)
 
 
 class OrderCases(SchemeCases):
-    """What no case has thought of."""
+    """Orders of calls that no other case has."""
 
     @pytest.mark.timeout(3600)
     @pytest.mark.usefixtures("asking")
@@ -88,7 +88,7 @@ class _Fleet(RuleBasedStateMachine):
         self.lives: dict[int, WorkerRecorder] = {}
         self.broken: set[int] = set()
         self.staged: set[int] = set()
-        #: Those that have refused the newest version; those for whom a send was interrupted.
+        #: Workers that have refused the newest version; workers of a send that was interrupted.
         self.refused: set[int] = set()
         self.unsure: set[int] = set()
         self.pending: PendingSend | None = None
@@ -102,11 +102,11 @@ class _Fleet(RuleBasedStateMachine):
         return self.pending is None
 
     def lonely(self) -> bool:
-        """Whether a worker commits whatever the others do."""
+        """Return whether a worker commits whatever the others do."""
         return not self.cases.can("all_or_none")
 
     def replaces(self) -> bool:
-        """Whether a worker may be killed: once in an order, as its successor takes seconds."""
+        """Return whether a worker may be killed: once in an order, as a restart takes seconds."""
         kinds = self.pool.group_class.capabilities
         return self.thorough and not self.killed and {"cross_process", "restart"} <= kinds
 
@@ -148,7 +148,7 @@ class _Fleet(RuleBasedStateMachine):
     @rule(moment=st.integers(0, 150))
     @precondition(lambda self: self.idle() and self.members)
     def interrupt(self, moment: int) -> None:
-        """Press Ctrl-C at some moment of a send that nobody answers."""
+        """Press Ctrl-C at some moment of a send without answers."""
         value = self.next_version()
         self.unsure.update(_WORKERS)
         with interrupted(moment), suppress(SyncError):
@@ -232,7 +232,7 @@ class _Fleet(RuleBasedStateMachine):
 
     @rule(worker_id=_one)
     def add(self, worker_id: int) -> None:
-        """Add a worker anew, whatever it had before."""
+        """Add a worker that was removed, as a new one."""
         if worker_id not in self.members:
             self.sender.add_worker(worker_id)
             self.members.add(worker_id)
@@ -253,9 +253,9 @@ class _Fleet(RuleBasedStateMachine):
         assert not violations, "\n".join(map(str, violations))
 
     def teardown(self) -> None:
-        """Let everybody come back, after which a send must reach all."""
+        """Let all workers come back, after which a send must reach each."""
         try:
-            # An order that failed has said what is to be said.
+            # An order that failed has its error already.
             if sys.exception() is None and hasattr(self, "sender"):
                 self.come_back()
         finally:
@@ -276,12 +276,12 @@ class _Fleet(RuleBasedStateMachine):
         assert all(map(self.current, states)), states
 
     def attends(self, worker_id: int) -> bool:
-        """Whether a worker can receive now."""
+        """Return whether a worker can receive now."""
         absent = self.staged | self.broken
         return worker_id in self.members & self.lives.keys() - absent
 
     def certain(self, worker_id: int) -> bool:
-        """Whether the newest version is there for a worker that asks, whatever others do."""
+        """Return whether the newest version is there for a worker that asks, whatever others do."""
         return self.lonely() and worker_id not in self.refused | self.unsure
 
     def current(self, worker_id: int) -> bool:

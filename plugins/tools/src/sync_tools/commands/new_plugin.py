@@ -89,7 +89,7 @@ _BADGE = """
 
 @dataclass(frozen=True, slots=True)
 class PluginMetadata:
-    """What a new distribution says of itself on PyPI.
+    """The metadata of a new distribution, as PyPI shows it.
 
     Args:
         description: one sentence; None for what the generated code does.
