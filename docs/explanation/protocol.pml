@@ -13,6 +13,9 @@
  *   next_send_works  a slot is free, whatever the workers do
  *
  *   spin -a protocol.pml && gcc -DSAFETY -o pan pan.c && ./pan
+ *
+ * With TRACE, the search is for an order of these steps in which a recorded history can have come
+ * about: `rejected` is violated where there is one. tests/kit/test_traces.py writes the history.
  */
 #ifndef VERSIONS
 #define VERSIONS 3
@@ -25,6 +28,20 @@
 #define NONE SLOTS
 
 mtype = { connecting, current, behind, suspect, lost };
+
+#ifdef TRACE
+mtype = { sent, reported, joined, committed, counts, lacks_it };
+typedef Event { mtype kind; byte worker; byte version }
+Event history[LENGTH];
+byte position;
+bool rejected = true;
+#define next(its_kind, w, v) (position < LENGTH && history[position].kind == its_kind \
+                              && history[position].worker == w && history[position].version == v)
+#define step position++
+#else
+#define next(its_kind, w, v) true
+#define step skip
+#endif
 
 typedef Slot { byte first; byte second }   /* the version that is in each half */
 typedef Status {              /* a worker, as the sender sees it */
@@ -106,11 +123,12 @@ end:
   do
   :: atomic { !pending && writes == NONE && newest < VERSIONS ->
      choose_slot(); slot[writes].first = newest + 1 }
-  :: atomic { writes != NONE ->
+  :: atomic { writes != NONE && next(sent, 0, newest + 1) -> step;
      slot[writes].second = newest + 1; newest++; newest_slot = writes; writes = NONE;
      offer(0); offer(1); pending = true }
-  :: atomic { pending && !status[0].open && !status[1].open -> pending = false }
-  :: atomic { pending -> give_up(0); give_up(1); pending = false }
+  :: atomic { pending && !status[0].open && !status[1].open && next(reported, 0, newest) -> step;
+     pending = false }
+  :: atomic { pending && next(reported, 0, newest) -> step; give_up(0); give_up(1); pending = false }
   :: atomic { answers[0]?its_life, version -> answered(0, its_life, version); its_life = 0; version = 0 }
   :: atomic { answers[1]?its_life, version -> answered(1, its_life, version); its_life = 0; version = 0 }
   od
@@ -137,23 +155,26 @@ inline die(w) {               /* an answer that it owes is lost, those that are 
 proctype Worker(byte w) {
 end:
   do
-  :: atomic { receiver[w].alive && !receiver[w].connected ->     /* it joins, the first time or again */
+  :: atomic { receiver[w].alive && !receiver[w].connected &&     /* it joins, the first time or again */
+              next(joined, w, 0) -> step;
      receiver[w].connected = true; status[w].life = receiver[w].life;
      status[w].state = (status[w].wanted > receiver[w].held -> behind : current) }
   :: atomic { receiver[w].alive && receiver[w].connected && !receiver[w].mute && !receiver[w].half &&
               !receiver[w].owes && status[w].wanted > receiver[w].held -> stage_first(w) }
   :: atomic { receiver[w].half == 1 ->
      receiver[w].second = slot[status[w].reads].second; receiver[w].half = 2 }
-  :: atomic { receiver[w].half == 2 -> commit(w) }
+  :: atomic { receiver[w].half == 2 && next(committed, w, receiver[w].first) -> step; commit(w) }
   :: atomic { receiver[w].owes && !receiver[w].mute ->
      answers[w]!receiver[w].life, receiver[w].owes; receiver[w].owes = 0 }
   /* Faults. */
   :: atomic { faults && receiver[w].alive -> faults--; die(w) }
   :: atomic { faults && receiver[w].alive && receiver[w].connected -> faults--; die(w); lose(w) } /* it leaves */
+#ifndef TRACE
   :: atomic { faults && receiver[w].connected && receiver[w].alive -> faults--; receiver[w].mute = 1 }
   :: atomic { faults && receiver[w].connected && receiver[w].alive -> faults--; receiver[w].mute = 2 }
   :: atomic { faults && receiver[w].held && nfull(answers[w]) ->                /* it answers twice */
      faults--; answers[w]!receiver[w].life, receiver[w].held }
+#endif
   /* What follows them. */
   :: atomic { !receiver[w].alive && receiver[w].connected -> lose(w) }
   :: atomic { receiver[w].mute == 1 -> receiver[w].mute = 0 }
@@ -166,6 +187,18 @@ init { atomic { run Worker(0); run Worker(1) } }
 
 #define is_up_to_date(w) (receiver[w].mute || (receiver[w].held == newest && status[w].state == current))
 
+#ifdef TRACE
+#define is_counted(w) (next(counts, w, status[w].wanted) && status[w].state == current)
+#define is_lacking(w) (next(lacks_it, w, status[w].wanted) && status[w].state != current)
+
+active proctype Trace() {
+end:
+  do
+  :: atomic { is_counted(0) || is_counted(1) || is_lacking(0) || is_lacking(1) -> step }
+  :: d_step { position == LENGTH -> rejected = false; assert(rejected) }
+  od
+}
+#else
 active proctype Promises() {
 end:
   do
@@ -175,3 +208,4 @@ end:
      promise(up_to_date, newest == VERSIONS && is_up_to_date(0) && is_up_to_date(1)) } -> break
   od
 }
+#endif

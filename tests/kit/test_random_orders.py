@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,16 +29,6 @@ FOUND = (
     "ServesNoIdTwice",
     "SwallowsTheWorkersError",
 )
-
-
-@pytest.fixture(scope="module")
-def mutants() -> Iterator[Any]:
-    """The module of broken schemes."""
-    folder = str(Path(__file__).with_name("mutants"))
-    sys.path.insert(0, folder)
-    yield __import__("schemes")
-    sys.path.remove(folder)
-    del sys.modules["schemes"]
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,11 @@ MODELS = Path(__file__).parents[2] / "docs" / "explanation"
 # A search takes seconds; a busy machine may need many times as long.
 SECONDS = 300.0
 
-pytestmark = pytest.mark.skipif(
+needs_spin = pytest.mark.skipif(
     not (shutil.which("spin") and shutil.which("gcc")),
     reason="needs the model checker Spin and a C compiler: apt-get install spin gcc",
 )
+pytestmark = needs_spin
 
 
 def search(folder: Path, model: str, **bounds: int) -> tuple[str, int]:
@@ -83,7 +84,7 @@ PROTOCOL = {
         "honest_answers",
     ),
     "an answer before the commit": (
-        "receiver[w].half == 2 -> commit(w)",
+        "receiver[w].half == 2 && next(committed, w, receiver[w].first) -> step; commit(w)",
         (
             "receiver[w].half == 1 && !receiver[w].owes && nfull(answers[w]) -> "
             "answers[w]!receiver[w].life, receiver[w].first }\n"
@@ -117,7 +118,7 @@ PROTOCOL = {
         "forward_only",
     ),
     "no deadline": (
-        "pending -> give_up(0); give_up(1); pending = false",
+        "pending && next(reported, 0, newest) -> step; give_up(0); give_up(1); pending = false",
         "false -> give_up(0); give_up(1); pending = false",
         "sends_end",
     ),

@@ -54,7 +54,7 @@ class OrderCases(SchemeCases):
         phases = [Phase.generate, *([Phase.shrink] if asked else [])]
         fleet = {"cases": self, "pool": pool, "thorough": bool(asked)}
         run_state_machine_as_test(
-            type("Fleet", (_Fleet,), fleet),
+            type("Fleet", (Fleet,), fleet),
             settings=settings(
                 max_examples=int(asked or _FEW),
                 stateful_step_count=_STEPS,
@@ -67,7 +67,7 @@ class OrderCases(SchemeCases):
         )
 
 
-class _Fleet(RuleBasedStateMachine):
+class Fleet(RuleBasedStateMachine):
     """A sender and two workers, each of which is there, silent, broken, or gone.
 
     Version ``n`` of the model holds ``n`` in every parameter, so that a look at a worker's values
@@ -125,12 +125,7 @@ class _Fleet(RuleBasedStateMachine):
     def send(self, to: set[int]) -> None:
         """Send to workers that all receive."""
         if to := {i for i in to if self.attends(i)}:
-            self.start_send(to, self.cases.slack)
-            calls = [self.pool.submit(i, Worker.receive, self.cases.slack) for i in sorted(to)]
-            ended(calls, "receive() of workers that a version is for")
-            for worker_id in sorted(to):
-                self.look(worker_id)
-            self.end_send(None)
+            self.send_to(to)
 
     @rule(to=_some)
     @precondition(idle)
@@ -189,15 +184,15 @@ class _Fleet(RuleBasedStateMachine):
         if worker_id not in self.staged & self.members:
             return
         self.staged.discard(worker_id)
-        if how == "as another":
+        if how == "commit":
+            self.ask(worker_id, Worker.commit_staged)
+        elif how == "refuse":
+            self.refused.add(worker_id)
+            self.ask(worker_id, Worker.refuse_staged)
+        else:
             address = self.sender.address(worker_id)
             self.pool.call(worker_id, Worker.commit_after_another, address)
             self.start_life(worker_id)
-        else:
-            if how == "refuse":
-                self.refused.add(worker_id)
-            end = Worker.commit_staged if how == "commit" else Worker.refuse_staged
-            self.ask(worker_id, end)
 
     @rule(worker_id=_one)
     def break_down(self, worker_id: int) -> None:
@@ -270,7 +265,7 @@ class _Fleet(RuleBasedStateMachine):
             elif not self.attends(worker_id):
                 self.join(worker_id)
         self.recorder.expect(_WORKERS)
-        self.send(set(_WORKERS))
+        self.send_to(set(_WORKERS))
         self.kept_promises()
         states = {i: status.state for i, status in self.sender.workers.items()}
         assert all(map(self.current, states)), states
@@ -306,6 +301,15 @@ class _Fleet(RuleBasedStateMachine):
         value = self.sender.version + 1
         fill(self.policy, float(value))
         return value
+
+    def send_to(self, to: set[int]) -> None:
+        """Send to workers that attend, and let them receive."""
+        self.start_send(to, self.cases.slack)
+        calls = [self.pool.submit(i, Worker.receive, self.cases.slack) for i in sorted(to)]
+        ended(calls, "receive() of workers that a version is for")
+        for worker_id in sorted(to):
+            self.look(worker_id)
+        self.end_send(None)
 
     def start_send(self, to: set[int], seconds: float | None) -> None:
         value = self.next_version()
