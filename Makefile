@@ -6,6 +6,8 @@ ENGINE ?= vllm
 TORCHRL_TESTS ?=
 ARGS ?=
 PARTITIONS ?= 50
+# How long `make fuzz` goes on.
+SECONDS ?= 600
 # Processes that run the tests: more than two cores keep busy, as tests also wait for others.
 TESTERS ?= 3
 SEED = $(shell date +%s)
@@ -20,7 +22,7 @@ VERL := .venv-verl/bin
 INSTALLED := .venv/installed
 
 .DELETE_ON_ERROR:
-.PHONY: help test check tests test-long test-kit test-gpu test-chains test-network tests-alone test-versions test-engines test-torchrl test-verl soak chaos increments long-life demo demo-llm docs dist format install clean
+.PHONY: help test check tests test-long test-kit test-gpu test-chains test-network tests-alone test-versions test-engines test-torchrl test-verl fuzz soak chaos increments long-life demo demo-llm docs dist format install clean
 
 help:
 	@echo "make test                        every check, and the tests of every change"
@@ -38,6 +40,7 @@ help:
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
 	@echo "make test-verl [ARGS=]           the tests with verl, in an environment of their own"
+	@echo "make fuzz [SECONDS=600] [SEED=] [ARGS=]  hostile messages, files and bytes, others each time"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/fault-matrix.md"
 	@echo "make increments [ARGS=]          1,000 random orders of sends and faults with increments"
@@ -114,6 +117,16 @@ test-verl:
 	elif test $$made -ne 0; then exit $$made; \
 	else $(VERL)/python -m pytest tests/verl -o filterwarnings=default $(ARGS) && \
 	    $(VERL)/python -m pytest tests/verl/upstream -o filterwarnings=default $(ARGS); fi
+
+# Each round has other seeds. One that fails is repeated by the SEED that it names.
+fuzz: $(INSTALLED)
+	@end=$$(($$(date +%s) + $(SECONDS))); seed=$(SEED); rounds=0; \
+	while test $$(date +%s) -lt $$end; do \
+	    SYNC_FUZZ_SEED=$$seed $(PYTEST) -q -m fuzz --hypothesis-seed=$$seed $(ARGS) || { \
+	        echo "Failed; to repeat it: make fuzz SECONDS=1 SEED=$$seed" >&2; exit 1; }; \
+	    seed=$$((seed + 2)); rounds=$$((rounds + 1)); \
+	done; \
+	echo "$$rounds rounds passed."
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/chaos/guard.py tests/soak/soak.py $(ARGS)

@@ -30,6 +30,8 @@ from sync_testing.worker_groups import eventually
 
 # Seconds that threads and processes get to end on a busy machine.
 _PATIENCE = 30.0
+#: From which seed on hostile input is made.
+FUZZ_SEED = "SYNC_FUZZ_SEED"
 
 
 def pytest_configure() -> None:
@@ -39,8 +41,16 @@ def pytest_configure() -> None:
     # Ray looks for clusters of the whole machine, of which another test may be ending one.
     os.environ["RAY_ADDRESS"] = "local"
     # On a busy machine, an example may wait a second for its turn.
-    settings.register_profile("busy", deadline=None)
+    examples = {"max_examples": 1000} if FUZZ_SEED in os.environ else {}
+    settings.register_profile("busy", deadline=None, **examples)  # type: ignore[arg-type]
     settings.load_profile("busy")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give tests of hostile input their seeds: the same ones but in `make fuzz`."""
+    if "seed" in metafunc.fixturenames and metafunc.definition.get_closest_marker("fuzz"):
+        first = int(os.environ.get(FUZZ_SEED, "0"))
+        metafunc.parametrize("seed", range(first, first + 2))
 
 
 @pytest.hookimpl(wrapper=True)

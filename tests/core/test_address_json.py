@@ -83,6 +83,7 @@ ANYTHING = st.recursive(
 )
 
 
+@pytest.mark.fuzz
 @given(data=st.data())
 def test_a_changed_address_is_refused_or_is_valid(written: dict[str, Any], data: Any) -> None:
     name = data.draw(st.sampled_from(sorted(written)))

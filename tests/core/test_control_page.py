@@ -73,6 +73,7 @@ def test_text_has_no_place(pages: tuple[ControlPage, ControlPage]) -> None:
     assert not there.write_answer(Answer(version=1), list(range(17)))
 
 
+@pytest.mark.fuzz
 @given(data=st.binary(min_size=1, max_size=2048), start=st.integers(0, 4095))
 def test_other_bytes_are_no_answer_or_a_harmless_one(
     pages: tuple[ControlPage, ControlPage], data: bytes, start: int

@@ -126,6 +126,7 @@ def read(data: bytes) -> None:
     assert sum(tensor.nbytes for tensor in tensors) <= len(data)
 
 
+@pytest.mark.fuzz
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes(data: bytes) -> None:
@@ -133,6 +134,7 @@ def test_any_bytes(data: bytes) -> None:
     read(header(data))
 
 
+@pytest.mark.fuzz
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_payloads_with_some_bytes_changed(data: st.DataObject) -> None:
@@ -169,6 +171,7 @@ METADATA = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.fuzz
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), ENTRIES | JSON), METADATA | JSON, st.booleans())
 def test_headers_of_any_content(content: dict[str, Any], metadata: Any, has_metadata: bool) -> None:

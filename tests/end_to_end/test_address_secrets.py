@@ -59,6 +59,7 @@ def _secrets(content: dict[str, Any]) -> set[str]:
     return {content["token"], *re.findall("[0-9a-f]{16,}", json.dumps(content["endpoint"]))}
 
 
+@pytest.mark.fuzz
 @QUICK
 @given(data=st.data())
 def test_no_message_has_a_secret(content: dict[str, Any], data: Any) -> None:
@@ -85,6 +86,7 @@ def test_an_endpoint_moved_into_its_own_entries_is_not_printed(content: dict[str
             assert "the endpoint of an address of scheme 'dist' must have host: str" in message
 
 
+@pytest.mark.fuzz
 @QUICK
 @given(odd=ODD)
 def test_an_odd_endpoint_is_an_error_of_ours(content: dict[str, Any], odd: Any) -> None:

@@ -19,7 +19,7 @@ from sync_plugin_scale import Pool, Relay
 from sync_plugin_std.local import Channel, Message
 from sync_testing.fuzz import Mutator, besiege, find, hostile
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(120)]
 
 AGAIN = Answer(version=1, error="lacks them", request="again").to_message()
 ADMITTED = Answer(version=1, error="wants to be admitted", request="00" * 16).to_message()
@@ -36,8 +36,8 @@ VOCABULARY: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("scheme", ["chunked::mp", "chunked::dist"])
-def test_a_worker_of_a_relay(scheme: str) -> None:
-    mutator = Mutator(1, VOCABULARY)
+def test_a_worker_of_a_relay(scheme: str, seed: int) -> None:
+    mutator = Mutator(seed, VOCABULARY)
     # Two chunks.
     model = nn.Linear(1_100, 1_000)
 
@@ -56,9 +56,9 @@ def test_a_worker_of_a_relay(scheme: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["memory", "streams"])
 def test_those_that_want_to_be_admitted(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    mutator = Mutator(2, VOCABULARY)
+    mutator = Mutator(seed, VOCABULARY)
     thread, send = threading.get_ident(), Channel.send
 
     def mutated(channel: Channel, message: Message, descriptors: Sequence[int] = ()) -> None:

@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.fuzz
 @pytest.mark.parametrize("scheme", ["dist", "chunked::dist"])
 @pytest.mark.parametrize("way", OPTIONS)
 def test_messages(way: str, scheme: str, seed: int) -> None:

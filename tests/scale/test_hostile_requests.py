@@ -30,6 +30,7 @@ def packed(text: str) -> str:
     return base64.b85encode(zlib.compress(text.encode())).decode()
 
 
+@pytest.mark.fuzz
 @given(st.lists(st.tuples(REGIONS, st.lists(NUMBERS, max_size=3)), max_size=3))
 def test_any_request(content: Any) -> None:
     try:

@@ -214,6 +214,7 @@ def test_without_the_library_zstd_the_message_says_what_to_type(
         sample()[0].to_tensor("zstd")
 
 
+@pytest.mark.fuzz
 @settings(deadline=None)
 @given(cut=st.integers(0, 120), flip=st.integers(0, 101))
 def test_bytes_that_are_not_a_patch_are_refused_or_are_another_patch(cut: int, flip: int) -> None:

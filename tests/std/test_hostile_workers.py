@@ -45,7 +45,7 @@ def write_noise(transport: SharedMemoryReceiver, random_: random.Random) -> None
     transport._answers.set()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.fuzz
 @pytest.mark.parametrize("scheme", ["shm", "mp", "chunked::shm", "increments::chunked::mp"])
 def test_messages(scheme: str, seed: int) -> None:
     mutator = Mutator(seed, VOCABULARY)
@@ -66,7 +66,7 @@ def test_messages(scheme: str, seed: int) -> None:
     assert besiege(Sender(scheme, model, num_workers=2, timeout=20.0), model, attack, rounds=40) > 5
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.fuzz
 def test_records(seed: int, tmp_path: Path) -> None:
     mutator = Mutator(seed, [{"beats": 1, "wanted": {"0": 1}}])
     model = nn.Linear(2, 2)
