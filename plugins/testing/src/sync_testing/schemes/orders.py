@@ -46,7 +46,7 @@ _one = st.sampled_from(_WORKERS)
 class OrderCases(SchemeCases):
     """Orders of calls that no other case has."""
 
-    @pytest.mark.timeout(3600)
+    @pytest.mark.timeout(3600 if ORDERS in os.environ else 300)
     @pytest.mark.usefixtures("asking")
     def test_random_orders_of_calls(self, pool: SharedGroup) -> None:
         self.need_one_sender()
