@@ -121,8 +121,11 @@ class Payload:
         stage_seconds: (receiver) how long the version took to come from then on.
         packing: (sender) how long `pack` took, all its calls together.
         base: (sender) the version that this increment builds on; 0 for a whole version.
+
+    Attributes:
         packed: (sender) the blocks that hold all of it, for as long as `send` runs and until the
             next version is sent; a transport that packs in another way than by `pack` adds its own.
+            A copy made by `dataclasses.replace` begins with none.
 
     Example:
         >>> layout = Layout.of({"bias": torch.ones(3)})
@@ -139,7 +142,7 @@ class Payload:
     stage_seconds: float = 0.0
     packing: Stopwatch = field(default_factory=Stopwatch, compare=False)
     base: int = 0
-    packed: list[Block] = field(default_factory=list, compare=False, repr=False)
+    packed: list[Block] = field(default_factory=list, init=False, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
