@@ -125,6 +125,11 @@ def test_a_receiver_is_made_once(agents: list[Agent]) -> None:
     assert "sync-calls" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_workers_without_handles_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"got 0 for 2; type: Sender\(…, workers=\[…\]\)"):
+        Sender(CallsScheme(), linear(1.0), num_workers=2)
+
+
 def test_requests_do_not_print_their_token() -> None:
     assert "c0ffee" not in repr(DeliveryRequest(token="c0ffee", model_id="policy"))
 

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from sync_core._util import uninterrupted
-from sync_core.errors import AddressError, WorkerError, WorkerLostError
+from sync_core.errors import AddressError, OptionError, WorkerError, WorkerLostError
 from sync_core.transports.transport import Delivery, Notice, ReceiverTransport, SenderTransport
 
 if TYPE_CHECKING:
@@ -150,9 +150,17 @@ class CallingTransport(SenderTransport):
     Args:
         context: the argument of `create_transport`.
         handles: what workers are called by, in the order of ``context.worker_ids``.
+
+    Raises:
+        OptionError: there are fewer or more handles than workers.
     """
 
     def __init__(self, context: TransportContext, handles: Sequence[Any]) -> None:
+        if len(handles) != len(context.worker_ids):
+            raise OptionError(
+                f"scheme {context.scheme!r} calls its workers and needs a handle of each, got "
+                f"{len(handles)} for {len(context.worker_ids)}; type: Sender(…, workers=[…])"
+            )
         self.context = context
         self.lock = threading.Lock()
         self.workers: dict[int, CalledWorker] = {
