@@ -33,6 +33,42 @@ def test_a_module_that_lies_where_pytest_is_started(
     )
 
 
+def test_a_wrapping_scheme_that_is_not_packaged(run_suite: Run) -> None:
+    name = "sync_plugin_scale:Chunked::shm"
+    run_suite("--scheme", name, "-k", "an_option_that").assert_outcomes(passed=1)
+
+
+def test_what_a_worker_raised_is_shown_with_the_send(
+    run_suite: Run, pytester: pytest.Pytester
+) -> None:
+    pytester.makepyfile(
+        raising="""
+        from sync_core.wrapping import WrappingReceiver, WrappingScheme, WrappingSender
+
+        class Raising(WrappingScheme):
+            wrapper, keeps = "raising", frozenset({"late_join"})
+
+            def create_sender(self, context):
+                return WrappingSender(self.inner_sender(context))
+
+            def create_receiver(self, context):
+                return RaisingReceiver(self.inner_receiver(context))
+
+        class RaisingReceiver(WrappingReceiver):
+            def receive(self, timeout):
+                raise RuntimeError("no such key")
+        """
+    )
+    arguments = ("--scheme", "raising:Raising::thread", "--option", "timeout=0.5")
+    result = run_suite(*arguments, "-k", "every_worker_gets_every_version and copy")
+    result.assert_outcomes(failed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*receive() raised: worker 0: *RuntimeError: no such key"])
+
+
+def test_a_plugin_by_its_distribution(run_suite: Run) -> None:
+    run_suite("--layer", "sync-plugin-std:bf16", "-k", "thread").assert_outcomes(passed=1)
+
+
 def test_a_worker_group_by_its_name(run_suite: Run) -> None:
     run_suite("--workers", "inline", "-k", "keyword").assert_outcomes(passed=1)
 
@@ -43,6 +79,8 @@ def test_a_worker_group_by_its_name(run_suite: Run) -> None:
         ([], "name a plugin: --scheme NAME"),
         (["--scheme", "threed"], "did you mean 'thread'?"),
         (["--scheme", "nowhere:Scheme"], "leads to nothing"),
+        (["--scheme", "sync_plugin_scale:Increments::thread"], "does not leave this process"),
+        (["--scheme", "sync_plugin_std.thread:ThreadScheme::shm"], "a subclass of WrappingScheme"),
         (["--scheme", "thread", "--option", "slots"], "--option is KEY=VALUE"),
     ],
 )

@@ -98,6 +98,18 @@ class ChangesTheTrainer(Mutant):
         return -tensor if _is_float(tensor) else tensor
 
 
+class WritesToWhatHasArrived(Mutant):
+    """Memory that shm maps read-only."""
+
+    caught_by = "test_what_has_arrived_is_not_written_to"
+
+    def out(self, tensor: Tensor) -> Tensor:
+        return -tensor if _is_float(tensor) else tensor
+
+    def back(self, tensor: Tensor) -> Tensor:
+        return tensor.neg_() if _is_float(tensor) else tensor
+
+
 class Unties(Mutant):
     caught_by = "test_tied_tensors_stay_tied"
 

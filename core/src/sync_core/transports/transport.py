@@ -77,7 +77,7 @@ class Answer:
             there: loading, and what `Receiver` was given as ``on_commit``.
         known_at: when the worker's transport knew of the version, by the clock ``clock``.
         answered_at: when the worker answered, by the same clock.
-        clock: which clock that is, as `sync_core._util.clock_id` says it; None for one
+        clock: which clock that is, by a name that the core gives it; None for one
             that is not known to be shared, and for a worker that reports no time.
         request: what the worker wants of a sharded sender, with an error: it has committed nothing.
 

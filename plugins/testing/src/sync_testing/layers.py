@@ -7,6 +7,7 @@ import inspect
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ from sync_core.hooks import implemented
 from sync_plugin_std import select
 from sync_testing.cases import Conformance
 from sync_testing.expectations import VALUES
-from sync_testing.loopback import Loopback
+from sync_testing.loopback import Loopback, offered
 from sync_testing.negated import Negated
 from sync_testing.schemes.models import (
     Tied,
@@ -168,8 +169,17 @@ class LayerCases(Conformance):
                 )
                 continue
             allowed = self.tolerance * float(theirs.abs().max()) if theirs.numel() else 0.0
+            problem = (
+                f"{name} must arrive as it was sent, but for a tolerance of {self.tolerance:g} of "
+                "its largest value"
+            )
             torch.testing.assert_close(
-                mine.double(), theirs.double(), rtol=0.0, atol=allowed, equal_nan=True, msg=name
+                mine.double(),
+                theirs.double(),
+                rtol=0.0,
+                atol=allowed,
+                equal_nan=True,
+                msg=partial("{}\n{}".format, problem),
             )
 
 
@@ -279,6 +289,23 @@ class LayerValueCases(LayerCases):
             source = self.make_source(seed)
             link.send(source)
             self.check_target(link.target, source)
+
+    def test_what_has_arrived_is_not_written_to(self, senders: ExitStack) -> None:
+        link = self.link(senders, self.make_source(0), self.make_target())
+        for _ in range(_MOST_SKIPPED):
+            pending = link.sender.send_async(self.make_source(1))
+            arrived = offered(link.sender.address(0))
+            if arrived is not None:
+                break
+        else:
+            raise AssertionError(f"{_MOST_SKIPPED} pushes in a row were held back")
+        before = arrived.to_bytes()
+        link.receivers[0].receive(0)
+        pending.wait(0.0)
+        assert arrived.to_bytes() == before, (
+            "apply_weights must not write to the tensors of an update: over shm, mp and dist that "
+            "ends the worker by SIGSEGV; give new ones to update.replace()"
+        )
 
     def test_after_an_update_that_did_not_fit(self, senders: ExitStack) -> None:
         target = make_policy()

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from sync_core import (
+    Address,
     Answer,
     Delivery,
     Payload,
@@ -22,6 +23,12 @@ from sync_core.errors import AddressError
 from sync_core.transports import Block, Notice
 
 _senders: WeakValueDictionary[str, LoopbackSender] = WeakValueDictionary()
+
+
+def offered(address: Address) -> Payload | None:
+    """Return what the worker of an address was sent last."""
+    offer = _senders[address.endpoint].offers[address.worker_id]
+    return None if offer is None else offer[0]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -318,11 +318,8 @@ class LifetimeCases(SchemeCases):
         before, names = _resources(pool), _shared_memory()
         for _ in range(3):
             self._use(pool)
-        assert eventually(lambda: _resources(pool) == before, self.slack), (
-            before,
-            _resources(pool),
-        )
-        assert eventually(lambda: not _left_since(names), self.slack), _left_since(names)
+        self._check_released(before, lambda: _resources(pool))
+        self._check_no_files(lambda: _left_since(names))
 
     def test_a_send_that_was_pending_leaves_nothing_behind(self, pool: SharedGroup) -> None:
         if not Path("/proc/self/fd").exists():
@@ -331,11 +328,8 @@ class LifetimeCases(SchemeCases):
         self._use(pool, pending=True)
         before, names = _resources(pool), _shared_memory()
         self._use(pool, pending=True)
-        assert eventually(lambda: _resources(pool) == before, self.slack), (
-            before,
-            _resources(pool),
-        )
-        assert eventually(lambda: not _left_since(names), self.slack), _left_since(names)
+        self._check_released(before, lambda: _resources(pool))
+        self._check_no_files(lambda: _left_since(names))
 
     def test_no_file_is_left_in_the_temporary_directory(self, pool: SharedGroup) -> None:
         pool.make_ready()
@@ -343,22 +337,38 @@ class LifetimeCases(SchemeCases):
         self._use(pool)
         with _temporary_directory(pool) as directory:
             self._use(pool, pending=True)
-            assert eventually(lambda: not _files(directory), self.slack), _files(directory)
+            self._check_no_files(lambda: _files(directory))
 
     def test_what_was_forgotten_is_released(self, pool: SharedGroup) -> None:
         if not Path("/proc/self/fd").exists():
             pytest.skip("what a process has open is looked up in /proc, which is not there")
         pool.make_ready()
         self._use(pool)
-        before = _own_resources()
+        before = [_own_resources()]
         sender = self.sender(make_policy(), 2)
         Workers(sender, pool).send()
         del sender
         for worker_id in (0, 1):
             pool.call(worker_id, Worker.reset)
-        assert eventually(lambda: _own_resources() == before, self.slack), (
-            before,
-            _own_resources(),
+        self._check_released(before, lambda: [_own_resources()])
+
+    def _check_released(
+        self, before: list[dict[str, int]], count: Callable[[], list[dict[str, int]]]
+    ) -> None:
+        """Check that no process keeps more than it had, or has less."""
+        assert eventually(lambda: count() == before, self.slack), (
+            "closed senders and receivers must release what they had: "
+            + "; ".join(
+                f"{place} has {now[what]} {what}, had {had[what]} before"
+                for place, had, now in zip(_PLACES, before, count(), strict=False)
+                for what in had
+                if had[what] != now[what]
+            )
+        )
+
+    def _check_no_files(self, left: Callable[[], Collection[str]]) -> None:
+        assert eventually(lambda: not left(), self.slack), (
+            f"closed senders and receivers must remove their files: {', '.join(sorted(left()))}"
         )
 
     def _use(self, pool: SharedGroup, *, pending: bool = False) -> None:
@@ -371,15 +381,23 @@ class LifetimeCases(SchemeCases):
             pool.call(worker_id, Worker.reset)
 
 
-def _resources(pool: SharedGroup) -> list[tuple[int, int, int]]:
+#: Of `_resources`, in this order.
+_PLACES = ("this process", "worker 0", "worker 1")
+
+
+def _resources(pool: SharedGroup) -> list[dict[str, int]]:
     """Of this process and of the workers."""
     return [_own_resources(), *(pool.call(i, lambda _: _own_resources()) for i in (0, 1))]
 
 
-def _own_resources() -> tuple[int, int, int]:
+def _own_resources() -> dict[str, int]:
     """Return how many descriptors, threads and processes below it there are."""
     gc.collect()
-    return sum(1 for _ in Path("/proc/self/fd").iterdir()), count_threads(), len(descendants())
+    return {
+        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "threads": count_threads(),
+        "child processes": len(descendants()),
+    }
 
 
 @contextmanager

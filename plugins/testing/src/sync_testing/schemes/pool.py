@@ -181,6 +181,11 @@ class Workers:
         calls = [self.submit(worker_id, self.patience) for worker_id in receivers]
         try:
             return pending.wait()
+        except SendError as error:
+            for call in calls:
+                if call.done() and call.exception() is not None:
+                    error.add_note(f"receive() raised: {call.exception()}")
+            raise
         finally:
             _, running = wait(calls, _PATIENCE)
             assert not running, f"receive({self.patience:g}) must end by its timeout"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sync_core import PluginError, registry
+from sync_core import SyncError, registry
 from sync_core.hooks import read_option
-from sync_core.wrapping import SEPARATOR
+from sync_core.wrapping import SEPARATOR, WrappingScheme
 from sync_testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_testing.cases import Conformance
 
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if workers:
             found = registry.find(registry.WORKERS, _found(workers)).object
             _choose(WorkerGroupConformance, workers, group_class=found)
-    except PluginError as error:
+    except SyncError as error:
         raise pytest.UsageError(str(error)) from error
 
 
@@ -85,15 +85,22 @@ def _choose(base: type[Conformance], plugin: str, **attributes: Any) -> None:
 
 
 def _found(name: str) -> Any:
-    """The name, or the object that it leads to."""
-    if ":" not in name or SEPARATOR in name:
+    """The name, or the object that it leads to; a wrapping scheme gets what follows it."""
+    path, _, inner = name.partition(SEPARATOR)
+    # A name before the colon that no module can have is that of a distribution.
+    if ":" not in path or not path.partition(":")[0].replace(".", "_").isidentifier():
         return name
     # As with python -m; its own program, as pytest is, does not look for modules here.
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return pkgutil.resolve_name(name)
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise pytest.UsageError(f"{name!r} leads to nothing: {error}") from error
+        raise pytest.UsageError(f"{path!r} leads to nothing: {error}") from error
+    if not inner:
+        return found
+    if not (isinstance(found, type) and issubclass(found, WrappingScheme)):
+        raise pytest.UsageError(f"{path!r} must be a subclass of WrappingScheme to wrap {inner!r}")
+    return found(inner)
 
 
 def _parsed(option: str) -> tuple[str, Any]:
