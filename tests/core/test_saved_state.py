@@ -151,6 +151,49 @@ def test_the_state_dict_strategy_sends_what_is_saved_where_it_is_loaded() -> Non
     assert target.scale.tolist() == [3.0, 3.0]
 
 
+class WritesWhenSaved(nn.Linear):
+    """A module that writes a buffer when it is saved, and reads that when it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = 1.0
+        self.saved: Tensor
+        self.register_buffer("saved", torch.ones(()))
+        untyped: Any = self
+        untyped.register_state_dict_pre_hook(lambda *_: self.saved.fill_(self.scale))
+        untyped.register_load_state_dict_post_hook(lambda *_: self.load())
+
+    def load(self) -> None:
+        self.scale = self.saved.item()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_that_run_before_a_state_dict_need_the_state_dict_strategy(strategy: Any) -> None:
+    source, target = WritesWhenSaved(), WritesWhenSaved()
+    source.scale = 3.0
+    with pytest.raises(ModelError, match=r"WritesWhenSaved\) has a hook.*strategy='state_dict'"):
+        Sender("thread", nn.Sequential(source), num_workers=1, strategy=strategy)
+    with connected(source, target, strategy="state_dict") as send:
+        send()
+    assert target.scale == 3.0
+
+
+def test_a_buffer_that_is_saved_all_the_same_is_not_left_out_of_checkpoints() -> None:
+    class Saves(LoadsScale):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.scale
+            self.register_buffer("scale", torch.ones(2), persistent=False)
+
+        def _save_to_state_dict(self, into: Any, prefix: str, keep_vars: bool) -> None:
+            nn.Linear._save_to_state_dict(self, into, prefix, keep_vars)
+            into[f"{prefix}scale"] = self.scale
+
+    assert "scale" in named_tensors(Saves())
+    with pytest.raises(ModelError, match=r"'scale', which the module \(a Saves\) saves"):
+        named_tensors(Saves(), "checkpoint")
+
+
 def test_the_state_dict_strategy_refuses_what_is_not_loaded() -> None:
     source, target = Scaled(), Scaled()
     before = target.weight.clone()

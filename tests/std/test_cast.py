@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from sync_core import ModelError, ReadbackError, Receiver, Sender
+from sync_core import ModelError, PendingSendError, ReadbackError, Receiver, Sender, SendError
 from sync_plugin_std import bf16, fp16, fuse, rename, select, split
 from sync_testing import Loopback
 
@@ -197,3 +198,33 @@ def test_what_a_selection_leaves_out_is_proved_in_the_dtype_of_the_worker(
         sender.send_async()
         with pytest.raises(ReadbackError, match="leaves out tensors"):
             receiver.receive(0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "sent", "held"),
+    [
+        (["bf16"], torch.float64, torch.float32),  # a vector, cast by the worker
+        (["bf16"], torch.float32, torch.float16),
+        ([bf16("*")], torch.float64, torch.float32),  # cast by the layer
+        ([fp16("*")], torch.float32, torch.float32),
+    ],
+)
+def test_a_value_beyond_the_range_of_a_dtype_is_an_error(
+    layers: Any, sent: torch.dtype, held: torch.dtype
+) -> None:
+    source = {"vector": torch.tensor([1.0, -torch.inf, torch.nan], dtype=sent)}
+    target = {"vector": torch.zeros(3, dtype=held)}
+    with Sender("thread", source, num_workers=1, layers=layers) as sender:
+        receiver = Receiver(sender.address(0), target)
+        push(sender, receiver)
+        source["vector"][0] = torch.finfo(sent).max / 4
+        expected = r"'vector' has the value [0-9.e+]+, and b?float\d\d, .* ends at"
+        with pytest.raises(ModelError, match=expected):
+            push(sender, receiver)
+        with suppress(SendError, PendingSendError):
+            sender.wait_async(20)
+        assert target["vector"].tolist()[:2] == [1.0, -torch.inf]
+        source["vector"][0] = 2.0
+        push(sender, receiver)
+        receiver.close()
+    assert target["vector"][0] == 2.0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     )
     from sync_core.models.finder import tensor_finder
     from sync_core.models.lookup import modules_in, resolve
-    from sync_core.models.match import check_match
+    from sync_core.models.match import cast_within, check_match
     from sync_core.models.modules import is_extra_state, plain_name
     from sync_core.weights.checksums import bytes_of
     from sync_core.weights.layout import Region, RegionSource, place_of
@@ -26,7 +26,7 @@ _MODULES = {
     "sync_core.models.extract": ("ComputedWeights", "Strategy", "named_tensors", "tensors_of_rank"),
     "sync_core.models.finder": ("tensor_finder",),
     "sync_core.models.lookup": ("modules_in", "resolve"),
-    "sync_core.models.match": ("check_match",),
+    "sync_core.models.match": ("cast_within", "check_match"),
     "sync_core.models.modules": ("is_extra_state", "plain_name"),
     "sync_core.weights.checksums": ("bytes_of",),
     "sync_core.weights.layout": ("Region", "RegionSource", "place_of"),
@@ -41,6 +41,7 @@ __all__ = [
     "Strategy",
     "TensorStream",
     "bytes_of",
+    "cast_within",
     "check_match",
     "consolidate",
     "is_extra_state",

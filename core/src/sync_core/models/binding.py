@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError, ModelError
@@ -14,7 +15,7 @@ from sync_core.models.contiguous import ContiguousTensors
 from sync_core.models.extract import Strategy, check_strategy, held_tensors
 from sync_core.models.finder import KnownLayout, check_memory, tensor_finder, travelling
 from sync_core.models.lookup import modules_in
-from sync_core.models.match import check_match
+from sync_core.models.match import cast_within, check_match, narrows
 from sync_core.models.memory import Places, check_held, check_writable
 from sync_core.models.modules import is_extra_state, is_json
 from sync_core.weights.copying import copy
@@ -63,6 +64,8 @@ class Binding:
         self._places = Places(())
         # The layouts of the last update and of the model, which were found to fit.
         self._matching: tuple[Layout, Layout] | None = None
+        # The positions of tensors of the update whose dtypes end beyond the model's.
+        self._narrowed: list[tuple[int, torch.dtype]] = []
         # The same, where they are equal: to compare them takes longer than to look here.
         self._equal: tuple[Layout, Layout] | None = None
         self._extra_state = False
@@ -142,7 +145,8 @@ class Binding:
 
         Raises:
             LayoutMismatchError: a name, dtype or shape differs; nothing was written.
-            ModelError: a tensor of the model cannot be written to, or was written to in place
+            ModelError: the model's dtype cannot hold a value; a tensor of the model cannot be
+                written to, or was written to in place
                 since zero-copy pointed it at the version before; nothing was written. The latter
                 is said once: the next write goes ahead.
         """
@@ -156,6 +160,15 @@ class Binding:
         if not equal and (theirs, mine) != self._matching:
             check_match(theirs, mine, partial=partial, cast=cast)
             self._matching = theirs, mine
+            dtypes = [mine.specs[mine.index[spec.name]].dtype for spec in theirs.specs]
+            self._narrowed = [
+                (position, dtype)
+                for position, dtype in enumerate(dtypes)
+                if dtype.is_floating_point and narrows(theirs.specs[position].dtype, dtype)
+            ]
+        if not equal:
+            for position, dtype in self._narrowed:
+                cast_within(theirs.specs[position].name, update.tensors[position], dtype)
         if cast and (zero_copy or self._extra_state):
             update, theirs = self._cast(update)
         if zero_copy and not self._loads_state_dicts:

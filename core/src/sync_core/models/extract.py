@@ -24,17 +24,28 @@ from sync_core.weights.layout import QUANTIZED, Layout, check_tensor, place_of
 from sync_core.weights.streamed import TensorStream
 
 
-def check_saved(model: nn.Module) -> None:
+def check_saved(model: nn.Module, *, persistent: bool = False) -> None:
     """Raise `ModelError` where a submodule saves what no parameter, buffer or extra state holds.
 
     Only submodules that save more than `nn.Module` does are asked: by their own
     `_save_to_state_dict` or `state_dict`, or by hooks.
+
+    Args:
+        model: the module.
+        persistent: whether buffers that are not persistent are left out.
     """
     check_sharded(model)
+    for name, module in model.named_modules():
+        if module._state_dict_pre_hooks:
+            raise ModelError(
+                f"{name or 'the module'} (a {type(module).__name__}) has a hook that runs before "
+                "its state_dict is made, and may write its tensors; to run it at each send, type "
+                "Sender(…, strategy='state_dict')"
+            )
     saved = [(name, module, _saved(name, module)) for name, module in model.named_modules()]
     if not any(state for _, _, state in saved):
         return
-    held, plain = plain_tensors(model), plain_name(model)
+    held, plain = plain_tensors(model, persistent=persistent), plain_name(model)
     names = {*held, *(name for name, _ in modules_with_extra_state(model))}
     unknown = {
         key: (value, f"{name or 'the module'} (a {type(module).__name__})")
@@ -183,8 +194,9 @@ def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
     """
     check_flat(module)
     if strategy != "state_dict":
-        check_saved(module)
-        named = plain_tensors(module, persistent=strategy == "checkpoint")
+        persistent = strategy == "checkpoint"
+        check_saved(module, persistent=persistent)
+        named = plain_tensors(module, persistent=persistent)
     else:
         state, plain = module.state_dict(keep_vars=True), plain_name(module)
         named = {plain(name): v for name, v in state.items() if not is_extra_state(name)}

@@ -106,7 +106,7 @@ class _ModuleFinder:
         )
 
     def _find(self) -> None:
-        check_saved(self._module)
+        check_saved(self._module, persistent=self._persistent)
         self._found = plain_tensors(self._module, persistent=self._persistent)
         self._has_extra_state = bool(modules_with_extra_state(self._module))
         self._modules = list(self._module.modules())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
+from sync_core.models import cast_within
 
 
 class _Cast:
@@ -44,7 +45,7 @@ class _Cast:
         """Cast what is floating-point and wider than the wire's dtype.
 
         Raises:
-            ModelError: a pattern matches no tensor.
+            ModelError: a pattern matches no tensor, or a value is too large for the wire's dtype.
         """
         prepared = yield
         known = self._known
@@ -54,7 +55,8 @@ class _Cast:
         if known[1]:
             tensors = list(prepared.tensors)
             for position in known[1]:
-                tensors[position] = tensors[position].detach().to(self._wire_dtype)
+                name, tensor = prepared.layout.specs[position].name, tensors[position]
+                tensors[position] = cast_within(name, tensor, self._wire_dtype)
             prepared.replace(tensors)
         return prepared
 
@@ -97,7 +99,7 @@ class BFloat16(_Cast):
 
 
 class Float16(_Cast):
-    """Matrices travel as float16: 11 bits of precision; magnitudes over 65504 become infinite.
+    """Matrices travel as float16: 11 bits of precision; a magnitude over 65504 is an error.
 
     Also named ``fp16``.
     """
