@@ -150,3 +150,11 @@ def test_what_is_not_a_history(line: str, tmp_path: Path) -> None:
         read_history([path])
     with pytest.raises(OptionError, match="cannot read"):
         read_history([tmp_path / "none"])
+
+
+def test_an_answer_that_was_lost_is_told_from_a_version_that_was() -> None:
+    expected = [*GOOD, event("expect", workers=[0]), send(2)]
+    (lost,) = check_history([*expected, report(2, workers=NOTHING)])
+    assert lost.problem == "worker 0 has no version 2"
+    (unanswered,) = check_history([*expected, commit(1, 2), report(2, workers=NOTHING)])
+    assert unanswered.problem == "worker 0 committed version 2, and its answer did not come"

@@ -135,7 +135,14 @@ class _Run:
             if known and version is not None and version not in self._committed[worker]:
                 yield "honest answers", f"worker {worker} answered for {version} uncommitted"
             if worker in self._expected and version != event["version"]:
-                yield "the next send works", f"worker {worker} has no version {event['version']}"
+                expected = event["version"]
+                lost = expected in self._committed[worker] if known else False
+                yield (
+                    "the next send works",
+                    f"worker {worker} committed version {expected}, and its answer did not come"
+                    if lost
+                    else f"worker {worker} has no version {expected}",
+                )
         self._expected.clear()
 
     def _receiver(self, event: Event) -> Iterator[tuple[str, str]]:

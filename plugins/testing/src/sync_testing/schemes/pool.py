@@ -185,6 +185,8 @@ class Workers:
             for call in calls:
                 if call.done() and call.exception() is not None:
                     error.add_note(f"receive() raised: {call.exception()}")
+                elif call.done() and call.result() != pending.version:
+                    error.add_note(f"receive() returned {call.result()}, not {pending.version}")
             raise
         finally:
             _, running = wait(calls, _PATIENCE)
