@@ -16,6 +16,7 @@ from sync_core import (
     ApplyError,
     CorruptionError,
     Delivery,
+    ModelError,
     ReadbackError,
     Receiver,
     Sender,
@@ -137,6 +138,20 @@ def test_a_failure_that_only_the_worker_knows_keeps_what_the_model_holds() -> No
 def test_a_failure_needs_a_word_that_no_other_has(word: Any) -> None:
     with pytest.raises(TypeError, match="failure"):
         type("WrongError", (WorkerError,), {"failure": word})
+
+
+def test_the_first_line_of_an_error_says_why() -> None:
+    try:
+        raise ModelError("'w' cannot be written\nsecond line")
+    except ModelError as error:
+        answer = Answer.refusal(3, error)
+    first, _, rest = str(answer.to_error(0)).partition("\n")
+    kept = "worker 0: could not apply version 3; it keeps the one it had"
+    assert first == f"{kept}: ModelError: 'w' cannot be written"
+    assert rest.startswith("Traceback")
+    assert rest.endswith("second line")
+    # One that was made and not raised has no traceback, and is said once.
+    assert str(Answer.refusal(3, ModelError("no")).to_error(0)) == f"{kept}: ModelError: no"
 
 
 def test_a_long_error_is_cut_at_its_beginning() -> None:

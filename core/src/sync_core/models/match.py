@@ -201,8 +201,9 @@ def conform(
     for name, owner in tied.items():
         if name in named and owner in named and not holds_same(named[name], named[owner]):
             raise LayoutMismatchError(
-                f"{name!r} and {owner!r} are one tensor in the model, "
-                "and hold different values in the weights; nothing was sent"
+                f"{name!r} and {owner!r} were one tensor when the sender was made, and hold "
+                "different values in the weights; nothing was sent; tie them again "
+                "(model.tie_weights()), or make a new Sender and new Receivers"
             )
     firsts = {tied.get(name, name): tensor for name, tensor in reversed(list(named.items()))}
     whole = len(firsts) == len(layout.specs)

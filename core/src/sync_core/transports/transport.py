@@ -54,7 +54,7 @@ _OUTCOMES: Mapping[ModelState, str] = {
     "new": "has version {}, and something raised after that was loaded",
     "bad": "could not apply version {}; its model is known bad",
 }
-# A traceback says most at its end; the whole has to fit into the buffer of a socket.
+# A traceback says most at its end; the whole must fit into the buffer of a socket.
 _LONGEST_ERROR = 60_000
 _LONGEST_FAILURE = 64
 
@@ -117,7 +117,11 @@ class Answer:
         state = kind.model_state
         if loaded and state == "kept":
             state = "new"
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = f"{type(error).__name__}: {error}"
+        if error.__traceback__ is not None or error.__cause__ is not None:
+            # Logs show the first line.
+            shown = "".join(traceback.format_exception(error)).rstrip()
+            text = text.partition("\n")[0] + "\n" + shown
         return cls(
             version=version, error=text[-_LONGEST_ERROR:], failure=kind.failure, model_state=state
         )
@@ -149,7 +153,7 @@ class Answer:
             return None
         outcome = _OUTCOMES[self.model_state].format(self.version)
         kind = failure_named(self.failure) or ApplyError
-        error = kind(worker_id, f"{outcome}\n{self.error}")
+        error = kind(worker_id, f"{outcome}: {self.error}")
         error.model_state = self.model_state
         return error
 

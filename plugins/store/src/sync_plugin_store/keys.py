@@ -98,4 +98,7 @@ def verify(public: str, signature: str, content: bytes) -> None:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
         key.verify(bytes.fromhex(signature), _PURPOSE + content)
     except (InvalidSignature, ValueError) as error:
-        raise SignatureError(f"not signed with the key {public[:12]}…") from error
+        raise SignatureError(
+            f"not signed with the key {public[:12]}…; the run's own is what Run.key_of(sender) "
+            "returns in its trainer"
+        ) from error
