@@ -205,8 +205,8 @@ def test_what_was_not_changed_is_not_hashed_again(monkeypatch: pytest.MonkeyPatc
         for _ in range(4):
             push(sender, receiver)
             counts.append(len(hashed))
-    # All four tensors of the first version, and then once the worker's two.
-    assert counts == [4, 6, 6, 6]
+    # All four tensors of the first version, then once the two that travel and the worker's two.
+    assert counts == [4, 8, 8, 8]
 
 
 def write_by_data(model: nn.Sequential) -> None:
@@ -274,11 +274,14 @@ def test_a_change_that_torch_does_not_count_is_refused_where_it_never_travels(ch
 
 
 @pytest.mark.parametrize("change", UNCOUNTED)
-def test_a_worker_that_was_changed_uncounted_is_noticed(change: Any) -> None:
+@pytest.mark.parametrize("changed", [[1.0, 1.0], [1.0, 2.0, 2.0]], ids=["frozen", "once changed"])
+def test_a_worker_that_was_changed_uncounted_is_noticed(change: Any, changed: list[float]) -> None:
     source, target = net(1.0), net(0.0)
+    bias: Any = source[0].bias
     with Sender(Loopback(), source, num_workers=1, layers=[Select("1.*")]) as sender:
         receiver = Receiver(sender.address(0), target)
-        for _ in range(2):
+        for value in changed:
+            nn.init.constant_(bias, value)
             push(sender, receiver)
         change(target)
         pending = sender.send_async()

@@ -91,8 +91,10 @@ class LeftOut:
         if not self._travels or (context.version == 0 and not self.from_start):
             return update
         missing = self._digests.keys() - update.layout.index.keys()
+        # With the first update that lacks some, others may travel for the last time.
+        first = bool(missing) and not self._rest
         for name, tensor in update.items():
-            if name in self._rest or name not in self._digests:
+            if first or name in self._rest or name not in self._digests:
                 self._digests[name] = self._digest(tensor)
                 self._stale.discard(name)
                 self._last = None
