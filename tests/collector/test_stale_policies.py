@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.collector.updates import acted, collector
+from torch import Tensor
 
 from sync_collector import Collector
 from sync_collector.auto_update import StaleWatch
@@ -166,6 +167,37 @@ def test_values_of_tensors_of_any_layout_are_compared(name: str) -> None:
     with pytest.warns(UserWarning, match="the policy has changed"):
         watch.look()
     watch.look()
+
+
+class Exploring(Scale):
+    """Acts with a rate that is an attribute, beside a buffer and a mode."""
+
+    sent: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.unknown, self.steps = 1.0, float("nan"), 0
+        self.register_buffer("sent", torch.ones(()))
+        self.dropout = torch.nn.Dropout(0.5)
+
+
+def test_an_attribute_that_no_update_sends_gives_one_warning() -> None:
+    policy = Exploring()
+    with collector(policy, sync=True) as made, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy.sent.fill_(0.5)
+        policy.steps += 1
+        policy.eval()
+        made.update_policy_weights_()
+        policy.rate = 0.5
+        with pytest.warns(UserWarning, match=r"^policy\.rate changed from 1\.0 to 0\.5") as seen:
+            made.update_policy_weights_()
+        assert seen[0].filename == __file__
+        policy.rate = 0.25
+        made.update_policy_weights_()
+    with collector(policy, scheme="none", workers="inline", num_workers=1) as made:
+        policy.rate = 1.0
+        made.update_policy_weights_()
 
 
 def test_lag() -> None:

@@ -1,9 +1,10 @@
-"""Automatic updates of a collector's workers, and the warning when there are none."""
+"""Automatic updates of a collector's workers, and warnings about what they do not get."""
 
 from __future__ import annotations
 
 import gc
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ _VALUES = 256
 # After how many batches without an update an optimizer of the policy is looked for, which takes
 # tens of milliseconds.
 _BATCHES = 5
+# Whose modules have attributes that no trainer changes.
+_LIBRARIES = ("torch", "tensordict", "torchrl")
 
 
 class StaleWatch:
@@ -84,6 +87,47 @@ class StaleWatch:
         if worker_ids:
             self._ended, self._known = True, None
             self.changes = 0
+
+
+class AttributeWatch:
+    """Warns once where the trainer changes a number of a model that no update sends.
+
+    Numbers and flags that are attributes of a module, such as ``policy.epsilon = 0.1``, are neither
+    parameters nor buffers, so that workers keep those that they began with. Those of torch's own
+    modules are not compared, nor is the mode of ``train()`` and ``eval()``, which a trainer changes
+    for itself.
+
+    Args:
+        weights: reports updates.
+        models: the trainer's models of which workers have copies.
+    """
+
+    def __init__(self, weights: ModelWeights, models: Mapping[str, Any]) -> None:
+        self._known = [
+            (".".join(filter(None, (name, path))), module, attribute, value)
+            for name, model in models.items()
+            if isinstance(model, nn.Module)
+            for path, module in model.named_modules()
+            if type(module).__module__.partition(".")[0] not in _LIBRARIES
+            for attribute, value in vars(module).items()
+            if type(value) in (float, bool) and attribute != "training" and not math.isnan(value)
+        ]
+        weights.on_update.append(self._updated)
+
+    def _updated(self, worker_ids: Sequence[int]) -> None:
+        for path, module, name, value in self._known if worker_ids else ():
+            new = getattr(module, name, value)
+            if new != value and type(new) in (float, bool):
+                self._known = []
+                warnings.warn(
+                    f"{path}.{name} changed from {value} to {new} in the trainer, and workers keep "
+                    f"{value}: an update sends parameters and buffers. If workers act by it, type "
+                    f"self.register_buffer({name!r}, torch.tensor({value})) in "
+                    f"{type(module).__name__}, and {path}.{name}.fill_({new}) for "
+                    f"{path}.{name} = {new}",
+                    stacklevel=8,
+                )
+                return
 
 
 def has_optimizer(models: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, Unpack
 from tensordict import TensorDictBase
 
 from sync_collector.arguments import Arguments, check_names
-from sync_collector.auto_update import AutoUpdate, StaleWatch
+from sync_collector.auto_update import AttributeWatch, AutoUpdate, StaleWatch
 from sync_collector.background import BackgroundCollection
 from sync_collector.batch_requests import BatchRequests, RandomFrames
 from sync_collector.delivery import LET_END, BatchDelivery, CollectorStats, ReplayBuffer
@@ -244,6 +244,7 @@ class Collector(TorchRLNames):
             collector=weakref.ref(self),
             timeout=checked.timeout,
         )
+        AttributeWatch(self._weights, {} if specs.share_policy else self._weights.models)
         self._relay = PolicyRelay(self._weights, pool)
         self._evaluator = Evaluator(specs, self._weights, self._relay.read_model)
         self._close = release_with(
