@@ -403,6 +403,33 @@ def test_zero_copy_of_models_that_share_parameters(path: str, views: tuple[bool,
         assert made.cascade_execute("policy.critic.weight.item") == [9.0, 1.0]
 
 
+@pytest.mark.parametrize("workers", ["inline", "thread"])
+def test_versions_of_a_part_that_alone_is_sent_are_those_of_the_policy(workers: str) -> None:
+    policy = Scale()
+    policy.critic = Scale(1.0)
+    options: Any = {"weight_sync_schemes": {"policy.critic": "thread"}, "models": {}}
+    with collector(policy, workers=workers, sync=True, **options) as made:
+        next(made)
+        policy.critic.set(2.0)
+        assert made.update_policy_weights_().version == made.stats().version == 1
+        made.update_policy_weights_(worker_ids=0)
+        # Worker 1 has version 1.
+        assert next(made)["policy_version"].unique().tolist() == [1, 2]
+        assert made.stats().lag == 1
+        state = made.state_dict()
+    with collector(policy, workers=workers, sync=True, **options) as made:
+        made.load_state_dict(state)
+        assert made.stats().version == 2
+        assert next(made)["policy_version"].unique().tolist() == [1, 2]
+        policy.critic.set(3.0)
+        assert made.update_policy_weights_().version == 3
+        assert next(made)["policy_version"].unique().tolist() == [3]
+    options["weight_sync_schemes"] = {"policy": "thread"}
+    error = pytest.raises(KeyError, match=r"weight_sync_schemes=.*'policy\.critic': 'shm'}")
+    with collector(policy, **options) as made, error:
+        made.update_policy_weights_(model_id="policy.critic")
+
+
 def test_what_a_path_leads_to_is_called_in_every_worker() -> None:
     with collector(Scale(4.0), workers="thread", num_workers=3) as made:
         assert made.cascade_execute("policy.weight.tolist") == [[4.0]] * 3

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sync_collector.batch_requests import BatchRequests
 from sync_collector.collector_worker import CollectorWorker
 from sync_collector.policies import module_of
-from sync_collector.schemes import POLICY, ModelScheme, layout_explained
+from sync_collector.schemes import POLICY, ModelScheme, is_part, layout_explained
 from sync_collector.worker_pool import WorkerPool
 from sync_core import (
     ClosedError,
@@ -81,6 +81,9 @@ class ModelWeights:
         self._requests = requests
         self._schemes = schemes
         self._single = len(schemes) == 1
+        # The model whose versions are those of the policy: its only part, if that alone is sent.
+        only = next(iter(schemes))
+        self._counted = only if self._single and is_part(only) else POLICY
         self._collector = collector
         self._made_by_workers = made_by_workers
         self._timeout = timeout
@@ -115,7 +118,7 @@ class ModelWeights:
                 self.models[POLICY] = module
         for name in schemes.keys() - self.models.keys():
             # A part of the policy, named by its path in a worker.
-            if _is_part(name) and policy is not None:
+            if is_part(name) and policy is not None:
                 self.models[name] = resolve(SimpleNamespace(policy=policy), name)
         for name, model in self.models.items():
             self._connect(name, model)
@@ -131,14 +134,14 @@ class ModelWeights:
 
     @property
     def version(self) -> int:
-        """The newest version of the policy, as its sender counts."""
-        sender = self.senders.get(POLICY)
+        """The newest version of the policy, as its sender counts, or that of its only part."""
+        sender = self.senders.get(self._counted)
         return self._version if sender is None else sender.version
 
     def advance(self, version: int) -> None:
         """Count on from a version of the policy, unless the count is beyond that."""
         with self._pool.lock:
-            sender = self.senders.get(POLICY)
+            sender = self.senders.get(self._counted)
             if sender is not None:
                 sender.advance(max(version, sender.version))
             self._version = max(version, self._version)
@@ -301,9 +304,9 @@ class ModelWeights:
         self._unsent = {
             name: weights
             for name, weights in self._unsent.items()
-            if name not in sent and not (POLICY in sent and _is_part(name))
+            if name not in sent and not (POLICY in sent and is_part(name))
         }
-        self._common_version = sent.get(POLICY, self._common_version)
+        self._common_version = sent.get(self._counted, self._common_version)
 
     def _request_commits(self, pending: PendingSend, call: _Call) -> None:
         """Have workers commit a single model: those at rest now, others after their batch.
@@ -386,7 +389,7 @@ class ModelWeights:
             num_workers=max(ids) + 1,
             model_id=name,
             timeout=self._timeout,
-            version=self._version if name == POLICY else 0,
+            version=self._version if name == self._counted else 0,
             on_failure="quarantine" if self._single and self._pool.quarantines else "raise",
             **chosen.arguments,
         )
@@ -448,7 +451,7 @@ class ModelWeights:
                 joins=True,
             )
             # The policy to begin with has older weights of a part than were sent of that.
-            parts = any(map(_is_part, self._last))
+            parts = any(map(is_part, self._last))
             if self._of_some or not reached or parts:
                 self._send_last(worker_id)
 
@@ -472,8 +475,3 @@ class ModelWeights:
                 # One that could not join may not be there.
                 if worker_id in sender.all_worker_ids():
                     sender.remove_worker(worker_id)
-
-
-def _is_part(name: str) -> bool:
-    """Return whether a model is a part of the policy, named by its path."""
-    return name.startswith(f"{POLICY}.")

@@ -15,6 +15,11 @@ from sync_plugin_std.workers import shares_policy
 POLICY = "policy"
 
 
+def is_part(name: str) -> bool:
+    """Return whether a model is a part of the policy, named by its path."""
+    return name.startswith(f"{POLICY}.")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelScheme:
     """The scheme of one model.
@@ -187,7 +192,11 @@ def check_name(name: str, models: Sequence[str]) -> None:
     """Raise `KeyError` unless there is a model of this name."""
     if name not in models:
         listed = ", ".join(map(repr, models))
-        raise KeyError(f"there is no model {name!r}; the models are: {listed}")
+        scheme = f"weight_sync_schemes={{'policy': 'shm', {name!r}: 'shm'}}"
+        give = f"; to update a part of the policy on its own, type Collector(…, {scheme})"
+        raise KeyError(
+            f"there is no model {name!r}; the models are: {listed}{give if is_part(name) else ''}"
+        )
 
 
 def chosen(

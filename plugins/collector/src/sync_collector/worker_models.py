@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sync_collector.policies import module_of
-from sync_collector.schemes import POLICY
+from sync_collector.schemes import POLICY, is_part
 from sync_core import (
     Address,
     Layout,
@@ -52,6 +52,8 @@ class WorkerModels:
         self._views: dict[str, bool] = {}
         # The receiver of the only model; None where there are several.
         self._single: Receiver | None = None
+        # The same, if that model is a part of the policy.
+        self._part: Receiver | None = None
         self._lost: SenderLostError | None = None
         # What went wrong between two steps, where the sender does not know it.
         self._error: Exception | None = None
@@ -65,16 +67,16 @@ class WorkerModels:
 
     @property
     def version(self) -> int:
-        """The version that the policy has, as its sender counts."""
+        """The version that the policy has, as its sender counts, or that of its only part."""
         version, received = self._set
-        policy = self._receivers.get(POLICY)
+        policy = self._receivers.get(POLICY, self._part)
         if policy is None or policy.version == received:
             return version
         return max(version, policy.version)
 
     def set_version(self, version: int) -> None:
         """Let the policy have this version, until its sender sends a newer one."""
-        policy = self._receivers.get(POLICY)
+        policy = self._receivers.get(POLICY, self._part)
         self._set = version, 0 if policy is None else policy.version
 
     def connect(self, name: str, address: Address, *, single: bool) -> Receiver:
@@ -96,6 +98,7 @@ class WorkerModels:
         receiver = Receiver(address, model, context=self._parts, on_commit=self._on_commit(name))
         self._receivers[name], self._views[name] = receiver, address.zero_copy
         self._single = receiver if single else None
+        self._part = receiver if single and is_part(name) else None
         self._lost = self._error = None
         return receiver
 
@@ -279,7 +282,7 @@ class WorkerModels:
 
     def _on_commit(self, name: str) -> Callable[[int], object] | None:
         """Return the method of a model, or of the policy that it is a part of."""
-        names = [name, POLICY] if name.startswith(f"{POLICY}.") else [name]
+        names = [name, POLICY] if is_part(name) else [name]
         hooks = (getattr(self._found(each), "on_commit", None) for each in names)
         return next(filter(callable, hooks), None)
 
