@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from tests.collector.gym_envs import Count, Dicts, Left, collect, three
 from torch import Tensor, nn
 
+from sync_collector import Collector
 from sync_collector.envs import CountingEnv, GymEnv
 from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.limit import limit_frames
@@ -22,6 +23,7 @@ from sync_collector.envs.protocol import FLAGS
 from sync_collector.envs.vector import VectorGymEnv
 from sync_collector.rollout import Rollout, RolloutOptions
 from sync_collector.testing import values
+from sync_core import RemoteCallError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -298,6 +300,32 @@ def test_a_class_that_is_like_gymnasiums(number: int) -> None:
     made.load_state_dict(state)
     assert made.collect()["observation"].flatten().tolist() == following == [2.0, 3.0] * number
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (LikeGymnasium, {"num_workers_per_collector": 2}),
+        (CountingEnv, {"num_workers_per_collector": 2}),
+        (LikeGymnasium, {"num_workers": 2, "scheme": "thread"}),
+        (LikeGymnasium, {}),
+    ],
+    ids=["stacked", "stacked without an adapter", "threads", "evaluation"],
+)
+def test_an_environment_that_is_stepped_already(made: Any, options: Any) -> None:
+    one = made()
+    options = {"scheme": "none", "frames_per_batch": 4, **options}
+
+    def collect_and_evaluate() -> None:
+        with Collector(lambda: one, **options) as collector:
+            next(collector)
+            collector.evaluate(1)
+
+    with pytest.raises((TypeError, RemoteCallError), match=r"is stepped already.* make a new one"):
+        collect_and_evaluate()
+    # After that collector, another one may have it.
+    with Collector(lambda: one, scheme="none", frames_per_batch=4) as collector:
+        next(collector)
 
 
 def test_what_is_nearly_like_gymnasiums_is_told_what_to_write() -> None:

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from tensordict import TensorDictBase
@@ -64,7 +65,7 @@ class WorkerSpec:
         """Make the environment, in the worker; several as one.
 
         Raises:
-            TypeError: what was made is not an environment.
+            TypeError: what was made is not an environment, or one that is stepped already.
             ValueError: environments differ, or there are none in what was made.
         """
         envs: list[Env] = []
@@ -72,7 +73,10 @@ class WorkerSpec:
             for _ in range(self.options.num_envs):
                 made = self._make_one()
                 with closed_on_error([made]):
-                    envs.append(self.options.devices.place_env(as_env(made, self.env_options)))
+                    env = as_env(made, self.env_options)
+                _check_is_new(made, env, envs)
+                with closed_on_error([made]):
+                    envs.append(self.options.devices.place_env(env))
             return envs[0] if self.options.num_envs == 1 else stack_envs(envs)
 
     def make_models(self) -> tuple[Any, dict[str, Any]]:
@@ -107,6 +111,36 @@ class WorkerSpec:
                 "script has registered an id: call gymnasium.register(…) inside of create_env_fn, "
                 "or name the module that does, as in gymnasium.make('my_module:MyEnv-v0')"
             ) from error
+
+
+# What adapters made of the environments of this process, by the id of each of these, and these,
+# which are kept as long: no other environment has the id of one that is stepped.
+_adapted: WeakValueDictionary[int, Env] = WeakValueDictionary()
+_kept: WeakKeyDictionary[Env, Any] = WeakKeyDictionary()
+
+
+def _check_is_new(made: Any, env: Env, others: Sequence[Env]) -> None:
+    """Raise `TypeError` if an environment is stepped already, also by another thread.
+
+    Args:
+        made: what ``create_env_fn`` returned.
+        env: the same as an `Env`.
+        others: those of this worker so far.
+    """
+    if env is made:
+        is_new = not any(other is made for other in others)
+    else:
+        _kept[env] = made
+        first = _adapted.setdefault(id(made), env)
+        is_new = first is env or bool(getattr(first, "is_closed", False))
+        if is_new:
+            _adapted[id(made)] = env
+    if not is_new:
+        raise TypeError(
+            f"create_env_fn returned a {type(made).__name__} that is stepped already: by another "
+            "worker, by evaluate(), or as one of num_workers_per_collector; let it make a new one "
+            "in each call, such as lambda: gymnasium.make(…)"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
