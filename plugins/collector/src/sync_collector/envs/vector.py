@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
 from gymnasium.wrappers.vector import NormalizeObservation
 
 from sync_collector.envs.arrays import REAL, ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
@@ -79,6 +80,9 @@ class VectorGymEnv(ArrayEnv):
                 "wrappers=[gymnasium.wrappers.NormalizeObservation])"
             )
         self.batch_size = torch.Size((env.num_envs,))
+        # A simulator of another library need not have one.
+        space = getattr(env, "action_space", None)
+        self._space = batch_space(env.single_action_space, env.num_envs) if space is None else space
         self.is_closed = False
         self._options = EnvOptions(
             categorical=categorical, info_keys=info_keys, action_mask=action_mask
@@ -157,7 +161,7 @@ class VectorGymEnv(ArrayEnv):
     def sample_action(self) -> np.ndarray[Any, Any]:
         """A random action of the vector environment's own stream; `set_seed` seeds it."""
         if self._masks is None:
-            drawn = self._env.action_space.sample()
+            drawn = self._space.sample()
         else:
             drawn = [self._env.single_action_space.sample(mask) for mask in self._masks]
         samples = self._action.encode_batch(drawn)
@@ -165,7 +169,7 @@ class VectorGymEnv(ArrayEnv):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed by a reset; see `GymEnv.set_seed`."""
-        self._env.action_space.seed(seed)
+        self._space.seed(seed)
         self._env.single_action_space.seed(seed)
         seeds = [seed]
         for _ in range(self._env.num_envs):
@@ -178,7 +182,8 @@ class VectorGymEnv(ArrayEnv):
     def close(self) -> None:
         """Close the vector environment."""
         self.is_closed = True
-        self._env.close()
+        if (close := getattr(self._env, "close", None)) is not None:
+            close()
 
     def _observed(self, observation: Any, infos: Any) -> Arrays:
         observation = self._arrays(observation)
