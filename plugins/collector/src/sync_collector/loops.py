@@ -98,7 +98,8 @@ def stack(rows: Sequence[Leaves], dim: int) -> Leaves:
             key = min(row.keys() ^ first.keys(), key=str)
             raise ValueError(
                 f"some steps of a batch have the key {key!r} and others lack it; environment and "
-                "policy must give the same keys in every step"
+                "policy must give the same keys in every step. A policy that sets "
+                f"('next', {key!r}) for its next step must set {key!r} itself in each step"
             )
     return {key: _stack(key, [row[key] for row in rows], dim) for key in first}
 

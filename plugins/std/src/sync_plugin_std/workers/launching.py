@@ -68,7 +68,7 @@ class Launcher(ABC, Generic[Worker]):
     def explain_delay(self, worker: Worker) -> str:
         """Return advice about a worker that was not ready in time."""
         del worker
-        return "; give the group a longer timeout"
+        return "; give the Collector, or the group, a longer timeout="
 
 
 class LaunchedGroup(WorkerGroup, Generic[Worker]):
