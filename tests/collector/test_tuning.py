@@ -37,7 +37,10 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [("Pendulum-v1", ["1", "2"]), ("envs_to_tune:nested", ["1"]), ("envs_to_tune:several", ["1"])],
 )
 def test_measures_and_suggests(
-    factory: str, workers: list[str], capsys: pytest.CaptureFixture[str]
+    factory: str,
+    workers: list[str],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tries = ["--workers", *workers, "--envs", "1", "2", "--seconds", "0.05"]
     assert main(["tune-env", factory, *tries, "--json"]) == 0
@@ -48,6 +51,7 @@ def test_measures_and_suggests(
     assert len(made["setups"]) == len(workers) * (1 if several else 2)
     assert all(setup["frames_per_second"] > 0 for setup in made["setups"])
     assert made["best"] in made["setups"]
+    assert "same weights" not in caplog.text
 
 
 def test_prints_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,6 +231,10 @@ def measure_setup(
         frames, begin = 0, time.perf_counter()
         while (spent := time.perf_counter() - begin) < seconds or not frames:
             frames += next(collector).numel()
+            with torch.no_grad():
+                # As training does: equal weights would be warned about.
+                for parameter in actor.parameters():
+                    parameter.neg_()
             collector.update_policy_weights_()
     return Setup(workers=workers, envs=envs, frames_per_second=frames / spent)
 
