@@ -107,6 +107,15 @@ class LosesTheTail(Mutant):
             return deliveries
 
 
+class KeepsEveryVersion(Mutant):
+    caught_by = "test_versions_that_are_over_are_released"
+
+    class Sender(ThreadSender):
+        def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+            self.kept = [*getattr(self, "kept", ()), payload.to_bytes()]
+            return super().send(payload, worker_ids)
+
+
 class TurnsDoublesIntoFloats(Mutant):
     caught_by = "test_every_bit_arrives"
     Sender = mapping(lambda tensor: tensor.float() if tensor.dtype == torch.float64 else tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import tempfile
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from torch import nn
 
 from sync_core import (
     RemoteCallError,
@@ -339,6 +341,34 @@ class LifetimeCases(SchemeCases):
             self._use(pool, pending=True)
             self._check_no_files(lambda: _files(directory))
 
+    def test_versions_that_are_over_are_released(self, start: Start) -> None:
+        if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+            pytest.skip("what a process has allocated is asked of glibc, 2.33 or newer")
+        policy = nn.Linear(512, 512)
+        workers = start(policy, 1, make=partial(nn.Linear, 512, 512))
+
+        def send(versions: int) -> None:
+            for _ in range(versions):
+                fill(policy, workers.sender.version + 1.0)
+                workers.send()
+
+        def allocated() -> tuple[int, int]:
+            return _allocated(), workers.pool.call(0, lambda _: _allocated())
+
+        send(8)  # as many as a scheme may keep
+        before = allocated()
+        send(16)
+        assert eventually(
+            lambda: all(now - had < 4 << 20 for now, had in zip(allocated(), before, strict=True)),
+            self.slack,
+        ), (
+            "a version that no worker can ask for must be released, but 16 versions of 1 MB took "
+            + " and ".join(
+                f"{(now - had) >> 20} MB in {place}"
+                for place, now, had in zip(_PLACES, allocated(), before, strict=False)
+            )
+        )
+
     def test_what_was_forgotten_is_released(self, pool: SharedGroup) -> None:
         if not Path("/proc/self/fd").exists():
             pytest.skip("what a process has open is looked up in /proc, which is not there")
@@ -388,6 +418,28 @@ _PLACES = ("this process", "worker 0", "worker 1")
 def _resources(pool: SharedGroup) -> list[dict[str, int]]:
     """Of this process and of the workers."""
     return [_own_resources(), *(pool.call(i, lambda _: _own_resources()) for i in (0, 1))]
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's ``struct mallinfo2``, of which two members are read."""
+
+    _fields_ = [
+        ("members_0_to_3", ctypes.c_size_t * 4),
+        ("hblkhd", ctypes.c_size_t),
+        ("members_5_to_6", ctypes.c_size_t * 2),
+        ("uordblks", ctypes.c_size_t),
+        ("members_8_to_9", ctypes.c_size_t * 2),
+    ]
+
+
+def _allocated() -> int:
+    """Return the bytes that this process has allocated, to which torch's tensors belong."""
+    gc.collect()
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _MallocInfo
+    info = ask()
+    allocated: int = info.hblkhd + info.uordblks
+    return allocated
 
 
 def _own_resources() -> dict[str, int]:
