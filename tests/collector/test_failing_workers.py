@@ -124,7 +124,9 @@ def test_collection_continues(how: str, remedy: str, sync: bool, tmp_path: Path)
     assert not descendants()
 
 
-def test_a_hung_worker_is_replaced_without_an_update(tmp_path: Path) -> None:
+def test_a_hung_worker_is_replaced_without_an_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     policy = Scale()
     make = [lambda: CountingEnv(100_000), lambda: Flaky(tmp_path / "flag", "hang")]
     with collector(make, policy, "restart") as made:
@@ -133,6 +135,8 @@ def test_a_hung_worker_is_replaced_without_an_update(tmp_path: Path) -> None:
         while 2 not in seen and time.monotonic() < end:
             seen |= {int(i) >> 32 for i in next(made)["collector", "traj_ids"].unique()}
         assert 2 in seen
+    late = "worker replaced: worker 1: gave no batch within 4 s; give it a longer timeout"
+    assert any(message.startswith(late) for message in caplog.messages)
 
 
 def fails() -> CountingEnv:

@@ -407,10 +407,11 @@ class BatchRequests:
         return bool(overdue)
 
     def _late(self, worker_id: int) -> WorkerTimeoutError:
+        waits = "iterate again to continue waiting, as a collector in the background does, or "
+        again = waits if self._pool.on_worker_failure == "raise" else ""
         return WorkerTimeoutError(
             worker_id,
-            f"gave no batch within {self._timeout:g} s; iterate again to continue waiting, as a "
-            "collector in the background does, or give it a longer timeout or fewer "
+            f"gave no batch within {self._timeout:g} s; {again}give it a longer timeout or fewer "
             "frames_per_batch",
         )
 

@@ -390,6 +390,7 @@ class WorkerPool:
                         "other, before any of them had made a batch; the last one "
                         f"{failure.message}",
                     ) from failure
+                _log.warning("worker replaced: %s", failure)
                 try:
                     self.restart(worker.worker_id)
                 except WorkerLostError as error:
