@@ -412,6 +412,7 @@ def test_versions_of_a_part_that_alone_is_sent_are_those_of_the_policy(workers: 
         next(made)
         policy.critic.set(2.0)
         assert made.update_policy_weights_().version == made.stats().version == 1
+        assert made.sender is made.senders["policy.critic"]
         made.update_policy_weights_(worker_ids=0)
         # Worker 1 has version 1.
         assert next(made)["policy_version"].unique().tolist() == [1, 2]

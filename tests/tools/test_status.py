@@ -176,6 +176,8 @@ def test_a_closed_sender_has_no_server(sender: Sender) -> None:
     sender.close()
     with pytest.raises(ClosedError):
         StatusServer(sender)
+    with pytest.raises(TypeError, match=r"got None; type StatusServer\(collector\.sender\)"):
+        StatusServer(None)  # type: ignore[arg-type]
     assert not threads()
 
 

@@ -22,7 +22,7 @@ from sync_collector.options import BatchOptions, WorkerOptions
 from sync_collector.relay import PolicyRelay
 from sync_collector.reporting import StatsLogger
 from sync_collector.schedules import FirstReady, Synchronous
-from sync_collector.schemes import POLICY, ModelsElsewhere
+from sync_collector.schemes import ModelsElsewhere
 from sync_collector.state import State
 from sync_collector.torchrl_names import TorchRLArguments, TorchRLNames
 from sync_collector.worker_pool import OnWorkerFailure, WorkerPool, warn_if_rounded
@@ -315,8 +315,11 @@ class Collector(TorchRLNames):
 
     @property
     def sender(self) -> Sender | None:
-        """Return the policy's sender; None as long as there are no weights to send."""
-        return self.senders.get(POLICY)
+        """Return the policy's sender, or that of its part if that alone is sent.
+
+        None as long as there are no weights to send.
+        """
+        return self.senders.get(self._weights.counted)
 
     @property
     def senders(self) -> Mapping[str, Sender]:

@@ -81,9 +81,9 @@ class ModelWeights:
         self._requests = requests
         self._schemes = schemes
         self._single = len(schemes) == 1
-        # The model whose versions are those of the policy: its only part, if that alone is sent.
         only = next(iter(schemes))
-        self._counted = only if self._single and is_part(only) else POLICY
+        #: The model whose versions are those of the policy: its only part, if that alone is sent.
+        self.counted = only if self._single and is_part(only) else POLICY
         self._collector = collector
         self._made_by_workers = made_by_workers
         self._timeout = timeout
@@ -135,13 +135,13 @@ class ModelWeights:
     @property
     def version(self) -> int:
         """The newest version of the policy, as its sender counts, or that of its only part."""
-        sender = self.senders.get(self._counted)
+        sender = self.senders.get(self.counted)
         return self._version if sender is None else sender.version
 
     def advance(self, version: int) -> None:
         """Count on from a version of the policy, unless the count is beyond that."""
         with self._pool.lock:
-            sender = self.senders.get(self._counted)
+            sender = self.senders.get(self.counted)
             if sender is not None:
                 sender.advance(max(version, sender.version))
             self._version = max(version, self._version)
@@ -306,7 +306,7 @@ class ModelWeights:
             for name, weights in self._unsent.items()
             if name not in sent and not (POLICY in sent and is_part(name))
         }
-        self._common_version = sent.get(self._counted, self._common_version)
+        self._common_version = sent.get(self.counted, self._common_version)
 
     def _request_commits(self, pending: PendingSend, call: _Call) -> None:
         """Have workers commit a single model: those at rest now, others after their batch.
@@ -389,7 +389,7 @@ class ModelWeights:
             num_workers=max(ids) + 1,
             model_id=name,
             timeout=self._timeout,
-            version=self._version if name == self._counted else 0,
+            version=self._version if name == self.counted else 0,
             on_failure="quarantine" if self._single and self._pool.quarantines else "raise",
             **chosen.arguments,
         )

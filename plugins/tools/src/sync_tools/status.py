@@ -92,6 +92,7 @@ class StatusServer:
 
     Raises:
         ClosedError: the sender is closed.
+        TypeError: it is not a sender.
 
     Example:
         >>> import torch
@@ -105,6 +106,11 @@ class StatusServer:
     """
 
     def __init__(self, sender: Sender) -> None:
+        if not isinstance(sender, Sender):
+            raise TypeError(
+                f"sender must be a Sender, got {sender!r}; type StatusServer(collector.sender) for "
+                "a Collector, whose sender is None as long as it has no weights to send"
+            )
         self._sender = weakref.ref(sender)
         self._process = os.getpid()
         self._path = f"/{secrets.token_urlsafe(16)}"
