@@ -40,7 +40,7 @@ help:
 	@echo "make test-engines [ARGS=]        the tests with vLLM, in an environment of their own"
 	@echo "make test-torchrl TORCHRL_TESTS=  TorchRL's own tests of weight sync, with our schemes"
 	@echo "make test-verl [ARGS=]           the tests with verl, in an environment of their own"
-	@echo "make fuzz [SECONDS=600] [SEED=] [ARGS=]  hostile messages, files and bytes, others each time"
+	@echo "make fuzz [SECONDS=600] [SEED=] [KEEP=1] [ARGS=]  hostile messages, files and bytes, others each time"
 	@echo "make soak [ARGS=]                10 minutes of a collector whose workers are killed"
 	@echo "make chaos [ARGS=]               every fault on every scheme; writes docs/fault-matrix.md"
 	@echo "make increments [ARGS=]          1,000 random orders of sends and faults with increments"
@@ -122,7 +122,7 @@ test-verl:
 fuzz: $(INSTALLED)
 	@end=$$(($$(date +%s) + $(SECONDS))); seed=$(SEED); rounds=0; \
 	while test $$(date +%s) -lt $$end; do \
-	    SYNC_FUZZ_SEED=$$seed $(PYTEST) -q -m fuzz --hypothesis-seed=$$seed $(ARGS) || { \
+	    SYNC_FUZZ_SEED=$$seed SYNC_FUZZ_KEEP=$(KEEP) $(PYTEST) -q -m fuzz --hypothesis-seed=$$seed $(ARGS) || { \
 	        echo "Failed; to repeat it: make fuzz SECONDS=1 SEED=$$seed" >&2; exit 1; }; \
 	    seed=$$((seed + 2)); rounds=$$((rounds + 1)); \
 	done; \

@@ -63,6 +63,7 @@ PUBLIC = (
     "sync_tools.main",
     "sync_tools.tables",
     "sync_testing",
+    "sync_testing.corpora",
     "sync_testing.faults",
     "sync_testing.fuzz",
     "sync_testing.recording",
@@ -216,6 +217,7 @@ _AUTHOR_ORDER = (
     "collector-cases",
     "faults",
     "fuzz",
+    "corpora",
     "recording",
     "measuring",
 )
@@ -240,6 +242,7 @@ def pages() -> dict[str, str]:
         "testing": _exported("Conformance classes and helpers", "sync_testing"),
         "faults": _exported("Faults", "sync_testing.faults"),
         "fuzz": _exported("Hostile workers", "sync_testing.fuzz"),
+        "corpora": _exported("Inputs of readers", "sync_testing.corpora"),
         "recording": _exported("Histories that tests write", "sync_testing.recording"),
         "scheme-cases": _exported("Cases of schemes", "sync_testing.schemes"),
         "models-of-cases": _exported("Models of the cases", "sync_testing.schemes.models"),

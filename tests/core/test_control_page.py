@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 
 import pytest
 from hypothesis import given
@@ -71,18 +71,6 @@ def test_text_has_no_place(pages: tuple[ControlPage, ControlPage]) -> None:
     _, there = pages
     assert not there.write_answer(Answer.refusal(1, ValueError("no")), [])
     assert not there.write_answer(Answer(version=1), list(range(17)))
-
-
-@pytest.mark.fuzz
-@given(data=st.binary(min_size=1, max_size=2048), start=st.integers(0, 4095))
-def test_other_bytes_are_no_answer_or_a_harmless_one(
-    pages: tuple[ControlPage, ControlPage], data: bytes, start: int
-) -> None:
-    page, there = pages
-    there._bytes[start : start + len(data)] = data[: 4096 - start]
-    with suppress(ValueError):
-        found = page.read_answer()
-        assert found is None or Answer.from_message(found[0].to_message()) == found[0]
 
 
 def test_a_record_that_was_written_in_part_is_found(

@@ -126,25 +126,6 @@ def read(data: bytes) -> None:
     assert sum(tensor.nbytes for tensor in tensors) <= len(data)
 
 
-@pytest.mark.fuzz
-@settings(max_examples=150, deadline=None)
-@given(st.binary(max_size=300))
-def test_any_bytes(data: bytes) -> None:
-    read(data)
-    read(header(data))
-
-
-@pytest.mark.fuzz
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_payloads_with_some_bytes_changed(data: st.DataObject) -> None:
-    payload = bytearray(GOOD)
-    for _ in range(data.draw(st.integers(1, 4))):
-        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    read(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
-    read(bytes(payload))
-
-
 NUMBERS = st.one_of(
     st.integers(-2, 40), st.integers(), st.sampled_from([1 << 31, 1 << 62, 1 << 63, 1 << 64])
 )

@@ -191,18 +191,52 @@ def read_history(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:
     return sorted(events, key=lambda event: float(event["order"]))
 
 
+_NUMBER = (int, float)
+# What a field may hold, and in which kinds of events another thing.
+_HOLDS: Mapping[str, tuple[type, ...]] = {
+    "version": (int,),
+    "seconds": _NUMBER,
+    "deadline": (*_NUMBER, type(None)),
+    "worker": (int,),
+    "workers": (list,),
+    "life": (str,),
+    "digest": (str, type(None)),
+    "from": (int,),
+    "to": (int, type(None)),
+    "wanted": (int,),
+    "run": (str,),
+    "model_id": (str,),
+}
+_HOLDS_IN: Mapping[tuple[str, str], tuple[type, ...]] = {
+    ("commit", "to"): (int,),
+    ("refuse", "from"): (int, type(None)),
+    ("state", "to"): (str,),
+}
+
+
 def _event(line: str, where: str) -> dict[str, Any]:
     try:
         event = json.loads(line)
         event.setdefault("event", "report")
         kind, moment = event["event"], float(event["time"])
-        if kind == "report":
-            for result in event["workers"]:
-                result["worker_id"], result["version"]
         lacking = [n for n in FIELDS[kind] if not n.startswith("[") and n not in event]
         if lacking:
             raise KeyError(lacking[0])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for name in _HOLDS.keys() & event.keys():
+            if not isinstance(event[name], _HOLDS_IN.get((kind, name), _HOLDS[name])):
+                raise TypeError(f"{name} is {event[name]!r:.80}")
+        for each in event["workers"] if kind in ("report", "expect") else ():
+            ids = (each["worker_id"], each["version"] or 0) if kind == "report" else (each,)
+            if not all(isinstance(value, int) for value in ids):
+                raise TypeError(f"workers has {each!r:.80}")
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise OptionError(
             f"{where}, is not an event of sync_plugin_std.History: {error!r}; "
             "type: sync-core check-history FILE, with a file that History or Record has written"

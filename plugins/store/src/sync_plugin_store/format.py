@@ -154,7 +154,7 @@ class Manifest:
                 chunks=None if chunks is None else _piece(chunks),
                 anchor=content.get("anchor") is True,
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise PayloadError(f"not a manifest of a version: {error!r:.200}") from error
         if not 0 < len(pieces) <= _MOST_PIECES or made.nbytes >= _BEYOND:
             raise PayloadError(f"a manifest has {len(pieces)} pieces of {made.nbytes} bytes")

@@ -86,7 +86,11 @@ class Mutator:
         """Return a message that is like another one, or like one of the vocabulary."""
         if message is None:
             message = self.random.choice(self.vocabulary)
-        elif message not in self.vocabulary and len(self.vocabulary) < 100:
+        elif (
+            isinstance(message, Mapping)
+            and message not in self.vocabulary
+            and len(self.vocabulary) < 100
+        ):
             self.vocabulary.append(message)
         changed = json.loads(json.dumps(message))
         for _ in range(self.random.choice((0, 1, 1, 2, 4))):

@@ -184,7 +184,7 @@ def read_report(path: Path) -> tuple[str, list[PluginResult]]:
             for each in report["plugins"]
         ]
         return str(report["suite"]["version"]), plugins
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a report of the suite ({error}); make one: "
             f"pytest --pyargs sync_testing.suite --scheme NAME --report {path}"

@@ -146,9 +146,24 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     if rest:
         parser.error(f"report has no {' '.join(rest)!r}")
     output = arguments.output or arguments.path.with_suffix(".html")
-    output.write_text(page(read(arguments.path), arguments.path.name), encoding="utf-8")
+    output.write_text(page_of(arguments.path), encoding="utf-8")
     sys.stdout.write(f"wrote {output}\n")
     return 0
+
+
+def page_of(path: Path) -> str:
+    """Return the page of the reports in a file.
+
+    Raises:
+        OptionError: see `read`; or a report has other values than those of a `SendReport`.
+    """
+    reports = read(path)
+    try:
+        return page(reports, path.name)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
+        raise OptionError(
+            f"{path} has values that no report of sync_plugin_std.Record has: {error!r:.200}"
+        ) from error
 
 
 def read(path: Path) -> Reports:
@@ -161,7 +176,7 @@ def read(path: Path) -> Reports:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise OptionError(f"cannot read {path}: {error}") from error
     reports = []
     for number, line in enumerate(text.split("\n")[:-1], 1):
@@ -169,8 +184,8 @@ def read(path: Path) -> Reports:
             report = json.loads(line)
             if "event" in report:
                 continue  # of the layer History, which is a Record
-            report["time"], report["workers"], report["publish_seconds"]
-        except (ValueError, KeyError, TypeError) as error:
+            float(report["time"]), report["workers"], report["publish_seconds"]
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise OptionError(
                 f"{path}, line {number}, is not a report of sync_plugin_std.Record: {error!r}"
             ) from error
