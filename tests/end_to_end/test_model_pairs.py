@@ -19,7 +19,7 @@ from sync_core import Receiver, Sender, SendError, SyncError
 from sync_plugin_std import fuse, lora, rename, select
 
 pytestmark = [
-    pytest.mark.timeout(110),
+    pytest.mark.timeout(240),
     # Of torch's own, when it imports what compiles, quantizes or shards.
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -268,7 +268,7 @@ def served(pair: Pair, source: Any, scheme: str) -> None:
 
 
 def called(pair: Pair, source: Any, actor: Any) -> None:
-    ray.get(actor.host.remote(pair.target), timeout=30)
+    ray.get(actor.host.remote(pair.target), timeout=100)
     with Sender(
         "ray",
         source,
@@ -284,7 +284,7 @@ def called(pair: Pair, source: Any, actor: Any) -> None:
             return
         for _ in range(2):
             assert sender.send().updated == (0,)
-    check(pair, source, ray.get(actor.values.remote(), timeout=30))
+    check(pair, source, ray.get(actor.values.remote(), timeout=100))
 
 
 def check(pair: Pair, source: Any, found: dict[str, Tensor]) -> None:

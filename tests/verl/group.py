@@ -18,7 +18,7 @@ from sync_plugin_verl import SyncCoreEngine
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 #: In seconds.
-PATIENCE = 60.0
+PATIENCE = 100.0
 
 
 def weights(step: int, *, size: int = 300) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from tests.verl.group import PATIENCE, Cluster, begin, check, states, update
 from sync_core import ModelError, OptionError, SendError
 from sync_plugin_verl import StepError, SyncCoreEngine, register
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 OPTIONS = {"scheme": "shm", "timeout": 30}
 
 
