@@ -10,10 +10,11 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -21,7 +22,16 @@ import torch
 from conftest import FUZZ_SEED
 from torch import nn
 
-from sync_core import Address, Answer, ApplyContext, Layout, Payload, PluginNotFoundError, Update
+from sync_core import (
+    Address,
+    Answer,
+    ApplyContext,
+    Layout,
+    Payload,
+    PluginNotFoundError,
+    Sender,
+    Update,
+)
 from sync_core.errors import AddressError, LayoutMismatchError, OptionError, PayloadError
 from sync_plugin_dist.protocol import Transfer
 from sync_plugin_dist.rendezvous import read_key
@@ -38,8 +48,10 @@ from sync_plugin_store.errors import StoreError
 from sync_plugin_store.format import Head, Manifest, Piece
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.publisher import Lease
+from sync_plugin_store.web import serve
 from sync_testing.corpora import explore, read_corpus, write_corpus
 from sync_testing.report import read_report
+from sync_tools import StatusServer
 from sync_tools.commands import report
 
 CORPORA = Path(__file__).parents[1] / "corpora"
@@ -184,3 +196,47 @@ def test_a_reader_raises_what_it_documents_and_takes_little(
     )
     if os.environ.get("SYNC_FUZZ_KEEP"):
         write_corpus(path, [*corpus, *found])
+
+
+@contextmanager
+def serving(name: str, folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the address of a server, and a request that it answers."""
+    if name == "served":
+        with serve(str(folder)) as url:
+            (folder / "HEAD").write_bytes(b"of the run")
+            yield url, b"GET /HEAD HTTP/1.0\r\n\r\n"
+    else:
+        with (
+            Sender("thread", nn.Linear(2, 1), num_workers=1) as sender,
+            StatusServer(sender) as status,
+        ):
+            yield status.address, f"GET {urlsplit(status.address).path} HTTP/1.0\r\n\r\n".encode()
+
+
+def ask(address: str, request: bytes) -> bytes:
+    """Return all that a server answers before it hangs up."""
+    parts = urlsplit(address)
+    answer = b""
+    with (
+        suppress(ConnectionError),
+        socket.create_connection((parts.hostname, parts.port), 30) as line,
+    ):
+        line.sendall(request)
+        line.shutdown(socket.SHUT_WR)
+        while part := line.recv(1 << 16):
+            answer += part
+    return answer
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["served", "status"])
+def test_a_server_answers_others_whatever_it_is_asked(name: str, seed: int, tmp_path: Path) -> None:
+    with serving(name, tmp_path) as (address, honest):
+        explore(
+            lambda data: ask(address, data),
+            [honest, *read_corpus(CORPORA / "http.jsonl")],
+            rounds=ROUNDS,
+            seed=seed,
+        )
+        assert b" 200 OK\r\n" in ask(address, honest)
