@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -227,6 +228,30 @@ def test_a_worker_that_comes_after_a_bad_stream_gets_the_version_before_it() -> 
         assert holds(held, 1)
         late.close()
     first.join()
+
+
+def test_a_late_worker_keeps_the_first_chunk_of_a_version_that_is_still_made() -> None:
+    # Of two chunks, the second one is made last.
+    asked, made = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[Tensor]:
+        for i in range(len(NAMES)):
+            if i == 4:
+                asked.set()
+                assert made.wait(50)
+            yield value(i, 2)
+
+    with Sender(Chunked("shm", mb=0.06), model(), num_workers=1, timeout=60) as sender:
+        with pytest.raises(SendError):
+            sender.send(Stream(SPECS, good(1)), timeout=0.1)
+        with ThreadPoolExecutor(1) as pool, Receiver(sender.address(0), model()) as late:
+            sending = pool.submit(sender.send, Stream(SPECS, slow))
+            assert asked.wait(50)
+            # The other of the two transports still has a chunk of version 1.
+            assert late.receive(1.0) is None
+            made.set()
+            assert late.receive(30.0) == 2
+            assert sending.result(30).updated == (0,)
 
 
 def test_a_layer_gets_the_tensors_of_a_stream() -> None:

@@ -484,6 +484,8 @@ class ChunkedReceiver(ReceiverTransport):
         # The version that came last, and by which version of which inner transport it ended.
         self._last = (0, 0, 0)
         self._since = 0.0
+        # The version of the inner transport that brought the first chunk.
+        self._begun = 0
         self._lanes: list[ReceiverTransport] = []
         if len(context.endpoint) != _LANES:
             raise AddressError(
@@ -530,12 +532,15 @@ class ChunkedReceiver(ReceiverTransport):
             # not come once more, so they are asked for.
             if chunk.index == 0 and kept != (chunk.version, chunk.nbytes):
                 self._since = payload.known_at or time.perf_counter()
+                self._begun = payload.version
                 self._version = ChunkedVersion(chunk.version, chunk.nbytes, chunk.chunk_nbytes)
                 return chunk
             expected = None if known is None else (known.version, known.nbytes, self._next)
             if expected == (chunk.version, chunk.nbytes, chunk.index):
                 return chunk
-            self._version, self._next = None, 0
+            # One that was sent before the first chunk is of a version that nobody took.
+            if known is None or payload.version > self._begun:
+                self._version, self._next = None, 0
             payload.release()
             error = SyncError("this worker lacks the chunks before this one")
             refusal = Answer.refusal(payload.version, error)
