@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sync_testing import LayerConformance, Negated
+from sync_testing.suite.options import LIMIT, chosen
 
 pytest_plugins = ["pytester"]
 Run = Callable[..., pytest.RunResult]
@@ -90,6 +91,13 @@ def test_command_lines_that_make_no_sense(
     result = run_suite(*arguments)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert message in result.stderr.str()
+
+
+@pytest.mark.parametrize(("arguments", "limits"), [([], [LIMIT]), (["--timeout", "60"], [])])
+def test_a_case_has_a_time_limit(run_suite: Run, arguments: list[str], limits: list[int]) -> None:
+    run_suite("--scheme", "thread", "--collect-only", *arguments)
+    marks = vars(chosen["TestSchemeConformance[thread]"])["pytestmark"]
+    assert [mark.args[0] for mark in marks if mark.name == "timeout"] == limits
 
 
 def test_what_is_left_out_is_skipped_with_a_reason(run_suite: Run) -> None:

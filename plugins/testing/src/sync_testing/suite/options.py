@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from sync_core.hooks import read_option
 from sync_core.wrapping import SEPARATOR, WrappingScheme
 from sync_testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_testing.cases import Conformance
+
+#: Seconds after which pytest-timeout ends a case, where the run has no limit of its own.
+LIMIT = 300
 
 #: The classes that this run was asked for; `test_plugins` is where pytest finds them.
 chosen: dict[str, type[Conformance]] = {}
@@ -53,6 +58,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the classes, or say what is wrong with the command line."""
     chosen.clear()
+    limited = config.pluginmanager.hasplugin("timeout") and (
+        config.getoption("timeout") or config.getini("timeout") or "PYTEST_TIMEOUT" in os.environ
+    )
+    marks = [] if limited else [pytest.mark.timeout(LIMIT)]
     # A process that has run tests before may have imported it, with what was chosen then.
     sys.modules.pop(f"{__package__}.test_plugins", None)
     scheme, layer, workers = (config.getoption(name) for name in ("scheme", "layer", "workers"))
@@ -60,23 +69,27 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("name a plugin: --scheme NAME, --layer NAME or --workers NAME")
     try:
         if scheme:
-            _choose_scheme(config, scheme)
+            _choose_scheme(config, scheme, marks)
         if layer:
             tolerance = config.getoption("tolerance")
-            _choose(LayerConformance, layer, layer=_found(layer), tolerance=tolerance)
+            found = _found(layer)
+            _choose(LayerConformance, layer, layer=found, tolerance=tolerance, pytestmark=marks)
         if workers:
             found = registry.find(registry.WORKERS, _found(workers)).object
-            _choose(WorkerGroupConformance, workers, group_class=found)
+            _choose(WorkerGroupConformance, workers, group_class=found, pytestmark=marks)
     except SyncError as error:
         raise pytest.UsageError(str(error)) from error
 
 
-def _choose_scheme(config: pytest.Config, scheme: str) -> None:
+def _choose_scheme(
+    config: pytest.Config, scheme: str, marks: Sequence[pytest.MarkDecorator]
+) -> None:
     found = _found(scheme)
     registry.find(registry.SCHEMES, found)
     options = dict(_parsed(option) for option in config.getoption("option"))
     group = config.getoption("group")
-    _choose(SchemeConformance, scheme, scheme=found, options=options, group=group)
+    attributes = {"options": options, "group": group, "pytestmark": marks}
+    _choose(SchemeConformance, scheme, scheme=found, **attributes)
 
 
 def _choose(base: type[Conformance], plugin: str, **attributes: Any) -> None:
