@@ -169,10 +169,11 @@ def test_environments_that_are_stepped_together() -> None:
     assert batch.names == [None, None, "time"]
     assert values(batch, "observation") == [[[0, 1, 0], [0, 1, 2]]] * 2
     with (
-        pytest.warns(UserWarning, match="worker 0 makes batches of 4 frames instead of 3"),
+        pytest.warns(UserWarning, match="worker 0 makes batches of 4 frames instead of 3") as told,
         Collector(pair, scheme="thread", frames_per_batch=3) as collector,
     ):
         assert next(collector).batch_size == torch.Size([2, 2])
+    assert told[0].filename == __file__
 
 
 def test_layers_and_options_reach_the_sender() -> None:

@@ -517,5 +517,5 @@ def warn_if_rounded(pool: WorkerPool, frames: int) -> None:
             warnings.warn(
                 f"worker {worker.worker_id} makes batches of {worker.frames} frames instead of "
                 f"{frames}, a multiple of the number of environments that it steps together",
-                stacklevel=3,
+                stacklevel=4,
             )
