@@ -130,10 +130,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"a {kind.called} instead of a scheme",
         )
     parser.add_argument(
-        "--directory", type=Path, help="where it is written to; it must not exist (./DISTRIBUTION)"
+        "--directory", type=Path, help="the folder to write, which must not exist (./DISTRIBUTION)"
     )
     parser.add_argument("--description", metavar="TEXT", help="what it does, in a sentence")
-    parser.add_argument("--author", metavar="NAME", help="who is to be named as its author")
+    parser.add_argument("--author", metavar="NAME", help="the name of its author")
     parser.add_argument("--url", help="its repository, as https://github.com/me/sync-plugin-redis")
     parser.add_argument(
         "--template",
