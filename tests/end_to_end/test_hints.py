@@ -6,14 +6,16 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core import Address, Answer, Receiver, Sender, SendError
 from sync_core.errors import OptionError, SenderLostError, WorkerLostError
+from sync_plugin_std.workers import ProcessGroup
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,6 +40,26 @@ def test_a_worker_that_wrote_to_a_view_is_explained(scheme: str) -> None:
         process.join(60)
         with pytest.raises(SendError, match=r"type Sender\(…, zero_copy=False\)"):
             sender.send()
+
+
+def _load_in_place(model: nn.Module, address: Address) -> None:
+    def load(named: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in named:
+            tensor.mul_(2)
+
+    Receiver(address, model, load=load).receive(60)
+
+
+def test_a_worker_that_wrote_to_what_arrived_is_explained() -> None:
+    with (
+        ProcessGroup(lambda worker_id: nn.Linear(2, 2), 1) as group,
+        Sender("shm", nn.Linear(2, 2), num_workers=1) as sender,
+    ):
+        call = group.call(0, _load_in_place, sender.address(0))
+        with pytest.raises(SendError):
+            sender.send()
+        with pytest.raises(WorkerLostError, match=r"SIGSEGV.*a load= function that writes"):
+            call.result(60)
 
 
 def test_an_error_with_a_lone_surrogate_can_be_printed() -> None:

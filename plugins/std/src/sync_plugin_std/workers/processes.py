@@ -19,8 +19,11 @@ from pathlib import Path
 
 from sync_plugin_std.workers.fork_server import ForkRequest, receive_reply, send_request
 
-# Parameters are views of memory that is mapped read-only: docs/decisions/0004-zero-copy.md.
-_WROTE = " (with zero_copy=True, a write to a parameter does that; type zero_copy=False)"
+# What arrives is mapped read-only: docs/decisions/0004-zero-copy.md.
+_WROTE = (
+    " (with zero_copy=True, a write to a parameter does that; type zero_copy=False. So does a "
+    "layer or a load= function that writes to a tensor that it is given)"
+)
 
 
 class WorkerProcess(ABC):
