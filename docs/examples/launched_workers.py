@@ -117,7 +117,7 @@ class CommandLauncher(Launcher["CommandWorker"]):
         self._command = command
 
     def launch(self, worker_ids: Sequence[int]) -> Iterator[CommandWorker]:
-        """Start these workers, and wait for none of them."""
+        """Start these workers, without waiting for them."""
         pickled = pickle_factory(self._factory, next(iter(worker_ids), 0))
         for worker_id in worker_ids:
             yield CommandWorker(worker_id, self._command(worker_id), self._factory, pickled)

@@ -28,7 +28,7 @@ _set_handler = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 
 
 class uninterrupted:  # noqa: N801 - it is used as `contextlib.suppress` is
-    """For ``with``: Ctrl-C comes at the end of the block, which must be short.
+    """Delay Ctrl-C to the end of a ``with`` block, which must be short.
 
     Python looks for it between almost any two calls of the main thread. Where the other side is
     notified in one of them and it is recorded in the next, both would disagree from then on.

@@ -136,7 +136,7 @@ class UnknownWorkerError(SyncError, ValueError):
 
 
 class PendingSendError(SyncError, RuntimeError):
-    """A send is pending where none may be, or none is where one must be."""
+    """Raised where a call needs that no send is pending, or that one is."""
 
 
 class ClosedError(SyncError, RuntimeError):

@@ -67,7 +67,7 @@ class Rendezvous(Store):
         self._values: dict[str, bytes] = {}
 
     def put(self, message: Message) -> None:
-        """Take a key that another end has told.
+        """Store a key that another end has sent.
 
         Raises:
             ValueError, LookupError, TypeError: no end tells such a thing.

@@ -407,7 +407,7 @@ class Stream:
         self.pump()
 
     def _look_after(self) -> None:
-        """Begin again when a transfer has not got on since the last time."""
+        """Restart a transfer that has made no progress since the last call."""
         shipment, wire = self._shipment, self._junction.wire
         if shipment is None or wire is None:
             return

@@ -95,7 +95,7 @@ class Mailbox(LivenessActor):
     async def update(
         self, number: int, offers: Mapping[int, MailboxOffer | None], met: Mapping[int, str]
     ) -> None:
-        """Return what is offered now, unless a later call has told that already.
+        """Take the current offers, unless a later call has brought newer ones.
 
         Args:
             number: grows with each call.

@@ -107,7 +107,7 @@ def _halves(layout: Layout) -> list[slice]:
 
 
 def _pieces(runs: Sequence[Array], wanted: slice) -> Iterator[Array]:
-    """Return what is wanted of the bytes that lie in the runs, one after the other."""
+    """Return the wanted slice of the concatenated runs, in pieces."""
     begin = 0
     for run in runs:
         inside = run[max(0, wanted.start - begin) : max(0, wanted.stop - begin)]

@@ -48,7 +48,7 @@ class Exclusive:
 
     @contextmanager
     def last(self, wake: Callable[[], None]) -> Iterator[None]:
-        """For ``with``: what comes after every turn.
+        """Run a ``with`` block after every turn has ended.
 
         Args:
             wake: ends the wait of the thread that holds the lock.

@@ -520,7 +520,7 @@ def _tell(reference: weakref.ref[Receiver]) -> None:
     try:
         receiver._on_arrival()
     except Exception:
-        _log.exception("what is called when a version has come raised")
+        _log.exception("the on_arrival callback of a receiver raised an error")
 
 
 def _describe(error: BaseException) -> str:

@@ -384,7 +384,7 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
-        """Start delivering a version to some workers, and wait for none of them.
+        """Start delivering a version to some workers, without waiting for them.
 
         The payload's tensors are the trainer's own: they must have been read when this returns.
         A worker that is known to be dead gets a failed delivery at once. Without workers, the

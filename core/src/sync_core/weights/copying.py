@@ -150,7 +150,7 @@ def _work_off_or_note(
 
 
 def _same_bytes(target: Tensor, source: Tensor) -> bool:
-    """Return whether to copy is to copy the bytes as they are in memory."""
+    """Return whether a copy of the bytes in memory is a copy of the values."""
     return (
         target.dtype == source.dtype
         and target.shape == source.shape

@@ -549,7 +549,7 @@ class Collector(TorchRLNames):
             )
 
     def _at_rest(self, function: Callable[[], Result], *, whole_batches: bool = False) -> Result:
-        """Do something while every worker lives, none is at work, and none comes or goes.
+        """Call a function while all workers live and are idle, and none is added or removed.
 
         Args:
             function: what to do; again, if a worker has died in it and was replaced.

@@ -350,7 +350,7 @@ class CollectorWorker:
             self._models.check(state["models"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of this worker, or of another one alike."""
+        """Continue from a state of this worker, or of one with the same environments."""
         with self._in_use():
             if not self._shares_policy:
                 self._models.write(state["models"])

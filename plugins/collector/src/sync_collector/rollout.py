@@ -245,7 +245,7 @@ class Rollout:
         return self._steps * self._env.batch_size.numel()
 
     def collect(self, request: BatchRequest = _AS_USUAL) -> TensorDictBase:
-        """The next batch; one that was cut short by an exception is gone on with."""
+        """Return the next batch; continue one that an exception has interrupted."""
         if self._made is not None and self._made[0] == request.number:
             return self._made[1]
         self._made = None

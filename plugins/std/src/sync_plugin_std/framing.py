@@ -17,7 +17,7 @@ _SHORT = 1 << 16
 
 
 def encode(number: int, parts: Sequence[Part]) -> list[Part]:
-    """Return what to send, one after the other; one piece for a short message of one part."""
+    """Return the pieces to send, in order: one for a short message of one part."""
     first, *more = parts
     head = _HEAD.pack(number, len(first), len(more))
     pieces: list[Part] = [head + first] if len(first) < _SHORT else [head, first]

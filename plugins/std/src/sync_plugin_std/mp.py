@@ -79,7 +79,7 @@ class PipeEnd:
         self._end: socket.socket | None = end
 
     def take(self) -> socket.socket:
-        """The end, for the one receiver that may use it."""
+        """Return the pipe's end, once; only one receiver may use it."""
         end = self._open_end()
         self._end = None
         taken = end.dup()

@@ -154,7 +154,7 @@ class ThreadReceiver(ReceiverTransport):
         self._publisher.lost(self._worker_id, self, reason)
 
     def close(self) -> None:
-        """Leave, unless that was done."""
+        """Leave the sender, if the receiver has not left yet."""
         if not self._left:
             self.leave("closed its receiver")
 

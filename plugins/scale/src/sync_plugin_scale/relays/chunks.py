@@ -306,7 +306,12 @@ class ChunkedSender(SenderTransport):
         return deliveries
 
     def more(self, version: ChunkedVersion, available: int) -> None:
-        """So many chunks of a version are there now."""
+        """Send further chunks of a version.
+
+        Args:
+            version: the version.
+            available: how many of its chunks there are now.
+        """
         with self._lock:
             version.available = available
             for worker_id in tuple(self._workers):

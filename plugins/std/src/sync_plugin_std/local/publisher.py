@@ -157,7 +157,7 @@ class Publisher:
         return deliveries
 
     def expect(self, worker_ids: Sequence[int]) -> None:
-        """These workers are called: those that were lost may yet get what is sent from now on."""
+        """Count these workers as reachable again: they may get later versions."""
         with self.lock:
             for worker_id in worker_ids:
                 if worker_id in self._places:
@@ -232,7 +232,7 @@ class Publisher:
     def joined(
         self, worker_id: int, reader: object, wake: Callable[[], None] | None = None
     ) -> bool:
-        """The worker is there, as ``reader``; False when there is no such worker.
+        """Record that a worker has connected as ``reader``; return False for an unknown worker.
 
         Args:
             worker_id: the worker.

@@ -49,7 +49,7 @@ class Launcher(ABC, Generic[Worker]):
 
     @abstractmethod
     def launch(self, worker_ids: Sequence[int]) -> Iterator[Worker]:
-        """Start these workers one after the other, and wait for none of them to be ready.
+        """Start these workers one after the other, without waiting until they are ready.
 
         An id is given again when its worker is restarted; the one before has been ended by then.
         """

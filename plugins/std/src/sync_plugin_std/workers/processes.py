@@ -136,7 +136,7 @@ _BOOT = (
 
 
 def absolute_path() -> list[str]:
-    """``sys.path`` such that it means the same in another directory."""
+    """Return ``sys.path`` with absolute entries, for a process in another directory."""
     return [str(Path(entry).absolute()) for entry in sys.path]
 
 
