@@ -61,7 +61,7 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "cross_process": "workers may be in other processes",
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
         "descriptors": "each worker needs an open file, such as the end of a pipe",
-        "findings": "its ``findings(context)`` returns problems of its surroundings, for ``sync-core doctor``",
+        "findings": "its ``findings(context)`` names problems around it for ``sync-core doctor``",
         "joined": "the addresses of several senders make one of a receiver; versions are whole",
         "late_join": "workers may be added while the sender runs",
         "publishes": "versions are for readers that the sender does not know: ``num_workers`` may "

@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to its parser."""
     parser.description = (
         f"Sends {VERSIONS} versions of a small model to {WORKERS} workers by each scheme, and "
-        "checks on the workers what arrived. Then it names problems of the machine and its plugins, with "
-        "a remedy each. Further --name value pairs are options of the scheme, where one is named. "
+        "checks on the workers what arrived. Then it names problems around them, with a remedy "
+        "each. Further --name value pairs are options of the scheme, where one is named. "
         "The exit status is 1 if a scheme failed."
     )
     parser.add_argument(
