@@ -241,7 +241,9 @@ def test_bench_of_a_consolidated_model(capsys: pytest.CaptureFixture[str]) -> No
     assert "consolidated" in capsys.readouterr().out
 
 
-def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_collector_measures_frames_and_updates(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     only = ["--scheme", "thread", "--modes", "single", "--frames", "20", "--envs", "CartPole-v1"]
     assert main(["bench", "collector", "--rounds", "7", "--json", *only]) == 0
     (measured,) = json.loads(capsys.readouterr().out)
@@ -252,6 +254,7 @@ def test_bench_collector_measures_frames_and_updates(capsys: pytest.CaptureFixtu
         assert min(measured[name]) > 0
     assert main(["bench", "collector", "--rounds", "7", *only, "Pendulum-v1"]) == 0
     assert "Pendulum-v1" in capsys.readouterr().out
+    assert "same weights" not in caplog.text
 
 
 BENCH = ["bench", "shm", "--workers", "1", "--model", "small"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sync_collector import Collector
-from sync_collector.bench.training import BenchPolicy, torch_threads, train
+from sync_collector.bench.training import BenchPolicy, change, torch_threads, train
 from sync_collector.envs import GymEnv
 from sync_core import Address, Receiver, Sender, WorkerGroup
 from sync_plugin_std.workers import choose_group
@@ -275,6 +275,7 @@ def measure_collector(
             frames = sum(next(collector).numel() for _ in range(_BATCHES))
             collector.update_policy_weights_()
             speeds.append(frames / (time.perf_counter() - begin))
+            change(policy)
         with torch_threads(threads):
             for _ in range(_WARM_UP + rounds):
                 train(policy, optimizer, next(collector)["observation"].flatten(0, -2))

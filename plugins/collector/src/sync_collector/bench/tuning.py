@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_collector import Collector
+from sync_collector.bench.training import change
 from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.arrays import speaks_arrays
 from sync_collector.envs.protocol import FLAGS, Env, close_env, random_policy, reset_env
@@ -231,10 +232,7 @@ def measure_setup(
         frames, begin = 0, time.perf_counter()
         while (spent := time.perf_counter() - begin) < seconds or not frames:
             frames += next(collector).numel()
-            with torch.no_grad():
-                # As training does: equal weights would be warned about.
-                for parameter in actor.parameters():
-                    parameter.neg_()
+            change(actor)
             collector.update_policy_weights_()
     return Setup(workers=workers, envs=envs, frames_per_second=frames / spent)
 
