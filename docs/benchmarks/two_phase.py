@@ -1,6 +1,7 @@
 """The time between the commits of two workers, with ``two_phase::`` and without.
 
     python docs/benchmarks/two_phase.py | python docs/benchmarks/page.py --record two_phase
+    python docs/benchmarks/two_phase.py --schemes ray --workers 2 4 8
 
 It takes about two minutes. Workers are processes of this machine, which do nothing but receive.
 Where one is late, the last worker does something else for this time after each version, as with a
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import pickle
 import statistics
 import time
 from collections import defaultdict
@@ -20,6 +22,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
+import ray
 import torch
 
 from sync_core import Address, Receiver, Sender, SenderLostError
@@ -35,9 +38,12 @@ def weights(mb: float) -> dict[str, torch.Tensor]:
     return {"w": torch.zeros(int(mb * 1e6) // 4)}
 
 
-def work(address: Address, mb: float, late: float, pipe: Connection) -> None:
+def work(pickled: bytes, cluster: str, mb: float, late: float, pipe: Connection) -> None:
     """Receive until the sender is gone, and return the moments of all commits by version."""
     torch.set_num_threads(1)
+    if cluster:
+        ray.init(cluster, log_to_driver=False)
+    address: Address = pickle.loads(pickled)
     moments: dict[int, float] = {}
 
     def note(version: int) -> None:
@@ -74,7 +80,8 @@ class Fleet:
             process = context.Process(
                 target=work,
                 args=(
-                    self.sender.address(worker_id),
+                    pickle.dumps(self.sender.address(worker_id)),
+                    ray.get_runtime_context().gcs_address if ray.is_initialized() else "",
                     mb,
                     late if worker_id == workers - 1 else 0.0,
                     there,
@@ -141,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["torch", "sync_core", "sync_plugin_std", "sync_plugin_dist", "sync_plugin_scale"]
     )
+    if "ray" in given.schemes:
+        ray.init(include_dashboard=False, log_to_driver=False)
     print("| scheme | MB | workers | one is late, ms | spread of commits, ms | send, ms |")
     print("|---|---|---|---|---|---|")
     for mb in given.mb:
