@@ -1,9 +1,8 @@
 """The time between the commits of two workers, with ``two_phase::`` and without.
 
     python docs/benchmarks/two_phase.py | python docs/benchmarks/page.py --record two_phase
-    python docs/benchmarks/two_phase.py --schemes ray --workers 2 4 8
 
-It takes about two minutes. Workers are processes of this machine, which do nothing but receive.
+It takes about five minutes. Workers are processes of this machine, which do nothing but receive.
 Where one is late, the last worker does something else for this time after each version, as with a
 longer step. The spread is the time from the first worker's commit to the last one's, by a clock
 that they share. The two ways take turns, five sends at a time.
@@ -141,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 4, 8, 16])
-    parser.add_argument("--schemes", nargs="*", default=["shm", "dist"])
+    parser.add_argument("--schemes", nargs="*", default=["shm", "dist", "ray"])
     parser.add_argument("--mb", type=float, nargs="*", default=[0.004, 40.0])
     parser.add_argument("--sends", type=int, default=20)
     given = parser.parse_args(arguments)
