@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -164,12 +163,12 @@ def without_dist(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def ends_what_it_starts() -> Iterator[None]:
     """Fail the last test of a file that leaves threads, processes, or garbage that warns."""
-    threads, processes = _threads(), _processes()
+    threads, processes = _threads(), descendants()
     yield
     gc.collect()
     assert not (left := _outlive(threads)), f"the file has left {left}"
-    eventually(lambda: not _processes() - processes, _PATIENCE)
-    commands = {pid: _command(pid) for pid in _processes() - processes}
+    eventually(lambda: not descendants() - processes, _PATIENCE)
+    commands = {pid: _command(pid) for pid in descendants() - processes}
     assert not commands, f"the file has left the processes {commands}"
 
 
@@ -214,12 +213,6 @@ def _of_a_library(thread: threading.Thread) -> bool:
         if not name.startswith(("sync_", "tests", "conftest"))
         for each in tuple(getattr(module, "__dict__", {}).values())
     )
-
-
-def _processes() -> set[int]:
-    """The processes that were started, without those that `multiprocessing` keeps to the end."""
-    kept = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
-    return descendants() - kept
 
 
 def _command(pid: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from sync_plugin_std.workers import fork_server_pids
@@ -11,7 +12,8 @@ from sync_plugin_std.workers import fork_server_pids
 def descendants() -> set[int]:
     """The ids of the processes that descend from this one (Linux).
 
-    Those that fork workers are left out: they end by themselves.
+    Those that fork workers, and those that `multiprocessing` starts once and keeps, are left out:
+    they end with this process.
     """
     parents = {
         int(path.parent.name): _parent_of(path)
@@ -23,7 +25,15 @@ def descendants() -> set[int]:
     while level:
         level = {pid for pid, parent in parents.items() if parent in level}
         found |= level
-    return found - fork_server_pids()
+    return found - fork_server_pids() - _kept()
+
+
+def _kept() -> set[int]:
+    """Return the processes that `multiprocessing` keeps, where it still names them so."""
+    server = getattr(forkserver, "_forkserver", None)
+    tracker = getattr(resource_tracker, "_resource_tracker", None)
+    pids = getattr(server, "_forkserver_pid", None), getattr(tracker, "_pid", None)
+    return {pid for pid in pids if pid is not None}
 
 
 def _parent_of(stat: Path) -> int | None:
