@@ -1,4 +1,4 @@
-"""The protocol as a model that Spin searches: docs/explanation/protocol.pml and two-phase.pml.
+"""The protocol as a model that Spin searches: docs/spec/protocol.pml and two-phase.pml.
 
 Every order of steps is searched for the bounds below. Mistakes are planted in the models, one line
 each, to show that each promise can be violated, and that the search finds it.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-MODELS = Path(__file__).parents[2] / "docs" / "explanation"
+MODELS = Path(__file__).parents[2] / "docs" / "spec"
 # A search takes seconds; a busy machine may need many times as long.
 SECONDS = 300.0
 

@@ -1,4 +1,4 @@
-"""Histories of real runs, held against the protocol as a model: docs/explanation/protocol.pml.
+"""Histories of real runs, held against the protocol as a model: docs/spec/protocol.pml.
 
 Random orders of calls are run on a scheme and recorded. For each history, Spin searches the model
 for an order of its steps in which the history can have come about.

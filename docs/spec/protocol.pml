@@ -1,4 +1,4 @@
-/* How versions get from a sender into workers: protocol.md, as a model that Spin searches.
+/* How versions get from a sender into workers: ../explanation/protocol.md, as a model that Spin searches.
  *
  * A sender writes versions to slots and offers them; each receiver stages the newest one, commits
  * it and answers. Receivers come late, miss versions, leave, die, are cut off and are replaced;

@@ -1,4 +1,4 @@
-/* How all workers of a send commit a version, or none: two_phase:: of all-or-none.md, as a model that
+/* How all workers of a send commit a version, or none: two_phase:: of ../how-to/all-or-none.md, as a model that
  * Spin searches.
  *
  * A sender has each worker stage a version, counts their answers, decides, and tells one worker after
