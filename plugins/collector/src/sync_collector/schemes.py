@@ -192,11 +192,11 @@ def check_name(name: str, models: Sequence[str]) -> None:
     """Raise `KeyError` unless there is a model of this name."""
     if name not in models:
         listed = ", ".join(map(repr, models))
-        scheme = f"weight_sync_schemes={{'policy': 'shm', {name!r}: 'shm'}}"
-        give = f"; to update a part of the policy on its own, type Collector(…, {scheme})"
-        raise KeyError(
-            f"there is no model {name!r}; the models are: {listed}{give if is_part(name) else ''}"
-        )
+        give = ""
+        if isinstance(name, str) and is_part(name):
+            scheme = f"weight_sync_schemes={{'policy': 'shm', {name!r}: 'shm'}}"
+            give = f"; to update a part of the policy on its own, type Collector(…, {scheme})"
+        raise KeyError(f"there is no model {name!r}; the models are: {listed}{give}")
 
 
 def chosen(
