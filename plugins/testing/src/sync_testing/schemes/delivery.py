@@ -386,7 +386,7 @@ class DeliveryCases(SchemeCases):
         )
         if not all(told):
             return
-        stepping = [workers.pool.submit(i, Worker.step_without_looking, 0.5) for i in (0, 1)]
+        stepping = [workers.pool.submit(i, Worker.step_without_looking, 1.0) for i in (0, 1)]
         pending = workers.sender.send_async(make_policy(4))
         ended(stepping, "a worker that receives after its steps")
         assert eventually(pending.done, self.slack), (
