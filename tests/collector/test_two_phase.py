@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 from tests.collector.processes import Pid
@@ -14,18 +15,22 @@ from sync_core import SendError
 
 pytestmark = pytest.mark.timeout(90)
 
+OPTIONS: dict[str, Any] = {
+    "scheme": "two_phase::shm",
+    "workers": "process",
+    "num_workers": 3,
+    "frames_per_batch": 12,
+    "sync": True,
+}
+
 
 def test_a_batch_has_one_version() -> None:
     policy = Scale()
     with Collector(
         long_episodes,
         policy,
-        scheme="two_phase::shm",
-        workers="process",
-        num_workers=3,
-        frames_per_batch=12,
+        **OPTIONS,
         total_frames=96,
-        sync=True,
     ) as collector:
         for number, batch in enumerate(collector):
             assert batch["policy_version"].flatten().tolist() == [number // 2] * 12
@@ -40,12 +45,8 @@ def test_no_worker_acts_with_a_version_that_one_did_not_stage() -> None:
     with Collector(
         Pid,
         policy,
-        scheme="two_phase::shm",
-        workers="process",
-        num_workers=3,
-        frames_per_batch=12,
+        **OPTIONS,
         total_frames=-1,
-        sync=True,
         timeout=5.0,
     ) as collector:
         batches = iter(collector)

@@ -1,4 +1,4 @@
-"""What peers and files say, read by the readers of each format: `tests/corpora` and changes of it.
+"""Readers of each format get the inputs of `tests/corpora`, and changed ones.
 
 `make fuzz KEEP=1` adds the inputs that reach new steps to the corpora.
 """
@@ -66,7 +66,7 @@ MANIFEST = Manifest(
 
 @dataclass(frozen=True)
 class Format:
-    """What others write, and what its reader may raise.
+    """The reader of a format, and the errors that it may raise.
 
     Args:
         read: reads it, in a directory of its own.

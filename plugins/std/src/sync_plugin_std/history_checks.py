@@ -136,13 +136,12 @@ class _Run:
                 yield "honest answers", f"worker {worker} answered for {version} uncommitted"
             if worker in self._expected and version != event["version"]:
                 expected = event["version"]
-                lost = expected in self._committed[worker] if known else False
-                yield (
-                    "the next send works",
-                    f"worker {worker} committed version {expected}, and its answer did not come"
-                    if lost
-                    else f"worker {worker} has no version {expected}",
-                )
+                problem = f"worker {worker} has no version {expected}"
+                if known and expected in self._committed[worker]:
+                    problem = (
+                        f"worker {worker} committed version {expected}, and its answer did not come"
+                    )
+                yield "the next send works", problem
         self._expected.clear()
 
     def _receiver(self, event: Event) -> Iterator[tuple[str, str]]:

@@ -1,8 +1,8 @@
 """Inputs for a reader of bytes that others write: kept in files, and searched for by coverage.
 
-`explore` changes the inputs of a corpus, and keeps each that makes the reader take a step that none
-before it has: what is changed next begins where the reader already got to. AFL describes the
-method: https://lcamtuf.coredump.cx/afl/technical_details.txt
+`explore` mutates the inputs of a corpus, and keeps each that covers new steps of the reader, so
+that later mutations start from there. AFL describes the method:
+https://lcamtuf.coredump.cx/afl/technical_details.txt
 """
 
 from __future__ import annotations

@@ -543,7 +543,7 @@ class ChunkedReceiver(ReceiverTransport):
             expected = None if known is None else (known.version, known.nbytes, self._next)
             if expected == (chunk.version, chunk.nbytes, chunk.index):
                 return chunk
-            # One that was sent before the first chunk is of a version that nobody took.
+            # A chunk that was sent before the first one belongs to an older version.
             if known is None or payload.version > self._begun:
                 self._version, self._next = None, 0
             payload.release()
