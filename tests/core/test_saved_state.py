@@ -209,24 +209,6 @@ def test_the_state_dict_strategy_refuses_what_is_not_loaded() -> None:
     assert torch.equal(target.weight, before)
 
 
-class Packed(nn.Parameter):
-    """A parameter as `Params4bit`, whose scales are in an attribute."""
-
-    quant_state: Any = None
-
-
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "state_dict"])
-def test_packed_parameters_are_an_error(strategy: Any) -> None:
-    module = nn.Module()
-    module.weight = Packed(torch.ones(2), requires_grad=False)
-    Binding(module, strategy)
-    module.weight.quant_state = object()
-    with pytest.raises(ModelError, match="'weight' is quantized by bitsandbytes"):
-        Binding(module, strategy)
-    with pytest.raises(ModelError, match="'weight' is quantized by bitsandbytes"):
-        Sender("thread", dict(module.named_parameters()), num_workers=1)
-
-
 class Wrapped(OrderedDict[str, Any]):
     """A dict like the one with which DeepSpeed replaces `_parameters`."""
 

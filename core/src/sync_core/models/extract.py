@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
 from typing import Any, Literal
@@ -54,6 +55,10 @@ def check_saved(model: nn.Module, *, persistent: bool = False) -> None:
         if plain(key) not in names and key.rpartition(".")[2] not in _TENSORDICT
     }
     check_tensors({key: value for key, (value, _) in unknown.items() if not is_extra_state(key)})
+    if unknown:
+        # What quantized parameters save besides; their own error says more.
+        for key, tensor in held.items():
+            check_tensor(key, tensor)
     # A hook may save a parameter under another name.
     places = set(map(place_of, held.values())) if unknown else set()
     for key, (value, owner) in unknown.items():
@@ -67,8 +72,8 @@ def check_saved(model: nn.Module, *, persistent: bool = False) -> None:
 
 def _saved(name: str, module: nn.Module) -> Mapping[str, Any] | None:
     """Return the state that a submodule saves; None if `nn.Module` saves it by default."""
-    kind, prefix = type(module), f"{name}." if name else ""
-    try:
+    prefix = f"{name}." if name else ""
+    with _naming(name, module):
         if module._state_dict_hooks or _function(module.state_dict) is not nn.Module.state_dict:
             return module.state_dict(prefix=prefix, keep_vars=True)
         save = module._save_to_state_dict
@@ -77,13 +82,20 @@ def _saved(name: str, module: nn.Module) -> Mapping[str, Any] | None:
         # By position, and into a dict with an order and metadata, as torch calls it.
         saved: dict[str, Any] = nn.Module().state_dict(prefix=prefix)
         save(saved, prefix, True)
+    return saved
+
+
+@contextmanager
+def _naming(name: str, module: nn.Module) -> Iterator[None]:
+    """Turn what a module raises when it is saved into a `ModelError` that names the module."""
+    try:
+        yield
     except Exception as error:
         raise ModelError(
-            f"{name or 'the module'} (a {kind.__name__}) cannot be saved, so that what it holds "
-            f"besides parameters and buffers is not known: {type(error).__name__}: {error}; "
-            f"{QUANTIZED}"
+            f"{name or 'the module'} (a {type(module).__name__}) cannot be saved, so that what it "
+            "holds besides parameters and buffers is not known: "
+            f"{type(error).__name__}: {error}; {QUANTIZED}"
         ) from error
-    return saved
 
 
 def _function(method: Any) -> Any:
@@ -198,7 +210,9 @@ def from_module(module: nn.Module, strategy: Strategy) -> dict[str, Tensor]:
         check_saved(module, persistent=persistent)
         named = plain_tensors(module, persistent=persistent)
     else:
-        state, plain = module.state_dict(keep_vars=True), plain_name(module)
+        with _naming("", module):
+            state = module.state_dict(keep_vars=True)
+        plain = plain_name(module)
         named = {plain(name): v for name, v in state.items() if not is_extra_state(name)}
         check_tensors(named)
         named |= non_persistent_buffers(module)

@@ -414,7 +414,8 @@ def check_tensor(name: object, tensor: object) -> None:
 
 def _check_values(name: str, tensor: Tensor) -> None:
     """Raise `ModelError`, naming the tensor, unless its elements are its values."""
-    if getattr(tensor, "quant_state", None) is not None:
+    packed = type(tensor).__module__.startswith("bitsandbytes.") and not tensor.is_floating_point()
+    if packed or getattr(tensor, "quant_state", None) is not None:
         raise ModelError(
             f"{name!r} is quantized by bitsandbytes, which keeps its scales elsewhere; {QUANTIZED}"
         )
