@@ -109,14 +109,19 @@ test-torchrl:
 	    --rootdir="$(TORCHRL_TESTS)" -p stand_ins -p no:cacheprovider --timeout=300 --reruns=2 --disable-warnings -ra \
 	    $(addprefix "$(TORCHRL_TESTS)"/,$(addsuffix .py,test_weightsync test_collectors test_distributed)) $(ARGS)
 
-# The tests of the engine without verl run there, too: with the tensordict that verl needs.
+# The tests of the engine without verl run there, too: with the tensordict that verl needs. The last
+# are verl's own of its checkpoint engines, with ours put in.
+VERL_OWN = -k "not nixl and not kimi" $(addprefix tests/checkpoint_engine/test_,$(addsuffix .py, \
+    correctness_on_gpu global_steps_on_cpu fsdp_lora_only_checkpoint_on_cpu))
 test-verl:
 	@PYTHON=$(PYTHON) tests/verl/upstream/make_environment.sh; made=$$?; \
 	if test $$made -eq 3; then \
 	    echo "Left out the tests with verl: it cannot be installed here, as said above."; \
 	elif test $$made -ne 0; then exit $$made; \
 	else $(VERL)/python -m pytest tests/verl -o filterwarnings=default $(ARGS) && \
-	    $(VERL)/python -m pytest tests/verl/upstream -o filterwarnings=default $(ARGS); fi
+	    $(VERL)/python -m pytest tests/verl/upstream -o filterwarnings=default $(ARGS) && \
+	    cd .venv-verl/verl && PYTHONPATH=../../tests/verl/upstream ../bin/python -m pytest -c /dev/null \
+	    --rootdir . -p own_tests -p no:cacheprovider --timeout=300 -q --disable-warnings $(VERL_OWN); fi
 
 # Each round has other seeds. One that fails is repeated by the SEED that it names.
 fuzz: $(INSTALLED)

@@ -17,7 +17,8 @@ if [ "$(cat "$made" 2>/dev/null)" != "$wanted" ]; then
         "${install[@]}" --no-deps verl==0.9.1 &&
         "${install[@]}" -r $here/requirements.txt; } || exit 3
     # verl's own tests, which would be imported for those of this repository.
-    rm -rf .venv-verl/lib/python3*/site-packages/tests
+    rm -rf .venv-verl/verl && mkdir .venv-verl/verl
+    mv .venv-verl/lib/python3*/site-packages/tests .venv-verl/verl/
 fi
 "${install[@]}" --no-deps --no-build-isolation \
     -e core -e plugins/std -e plugins/scale -e plugins/testing -e plugins/verl \
