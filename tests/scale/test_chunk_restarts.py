@@ -12,7 +12,7 @@ from torch import nn
 
 from sync_core import Answer, Payload, Receiver, ReceiverTransport, Sender, SendError
 from sync_plugin_scale import Chunked
-from sync_plugin_scale.relays.chunks import Chunk, ChunkedReceiver
+from sync_plugin_scale.relays.receiver import Chunk, ChunkedReceiver
 
 
 class _Repeating(ReceiverTransport):

@@ -16,7 +16,7 @@ from sync_core.errors import PayloadError
 from sync_core.transports import RESERVED_PREFIX
 from sync_plugin_scale import Chunked
 from sync_plugin_scale.increments.patch import Patch, shorten
-from sync_plugin_scale.relays.chunks import ChunkedSender
+from sync_plugin_scale.relays.sender import ChunkedSender
 from sync_testing.fuzz import find
 
 pytestmark = pytest.mark.timeout(60)

@@ -21,12 +21,10 @@ from sync_core import (
 from sync_core.checks import check_count
 from sync_core.errors import AddressError
 from sync_core.transports import release_with
-from sync_plugin_scale.relays.chunks import (
-    Chunked,
-    ChunkedReceiver,
-    ChunkedSender,
-    ChunkedVersion,
-)
+from sync_plugin_scale.relays.chunks import Chunked
+from sync_plugin_scale.relays.receiver import ChunkedReceiver
+from sync_plugin_scale.relays.sender import ChunkedSender
+from sync_plugin_scale.relays.version import ChunkedVersion
 
 _log = logging.getLogger("sync_core")
 # How long a relay waits for a chunk before it waits again, in seconds; `close` wakes it.
