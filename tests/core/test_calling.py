@@ -187,8 +187,11 @@ def test_a_worker_whose_calls_return_what_they_should_not(
         for number, value in enumerate(VALUES):
             with monkeypatch.context() as patch:
                 patch.setattr(agents[1], "_deliver", lambda *_, value=value: made(value))
+                pending = sender.send_async(linear(float(number)))
+                healthy = pending.unanswered.get(0)
+                assert healthy is None or healthy.wait(60.0)
                 with suppress(SendError):
-                    sender.send(linear(float(number)), timeout=0.2)
+                    pending.wait(0.2)
                 assert agents[0].value() == float(number)
                 assert sender.workers[0].state == "current"
         assert sender.send(linear(-1.0)).updated == (0, 1)

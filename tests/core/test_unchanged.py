@@ -170,10 +170,10 @@ def test_a_send_to_a_worker_that_was_added_does_not_count(
 
 def test_sends_that_are_tried_again_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 2)
-    with Sender("thread", model, num_workers=1, timeout=0.1) as sender:
+    with Sender("thread", model, num_workers=1) as sender:
         for _ in range(4):
             with pytest.raises(SendError):
-                sender.send()
+                sender.send(timeout=0.05)
         with updated(sender, nn.Linear(4, 2)) as send:
             assert [send(), send()] == [True, True]
             assert not warnings(caplog)
