@@ -29,7 +29,7 @@ PREFIX = "sync-plugin-"
 BEGIN, END = "<!--- plugins --->\n", "<!--- end of plugins --->"
 KINDS = {"schemes": "scheme", "layers": "layer", "worker groups": "worker group"}
 GROUPS = {"scheme": "--scheme", "layer": "--layer", "worker group": "--workers"}
-# What the suite is told of plugins besides their names.
+# Arguments of the suite for plugins that need more than their names.
 ARGUMENTS = {
     ("layer", "bf16"): ("--tolerance", "0.004"),
     ("layer", "fp16"): ("--tolerance", "0.001"),

@@ -6,7 +6,7 @@ Each worker acts once with its policy and then steps an environment in Python, 0
 time together, and looks for a new version after that; it never waits. ``floor`` looks for a byte
 and answers with one, which is the least that a worker can do that looks between its steps.
 ``by hand`` gets a pickled state_dict by a `multiprocessing` pipe and loads it. TorchRL's workers do
-not look: its thread in each of them writes the weights, or is told that they were written.
+not look: its thread in each of them writes the weights, or hears that they were written.
 
 Only the workers of the way that is measured run; the others are asleep. Prints medians and 95th
 percentiles in milliseconds from the call of `send` until the last worker has answered, the

@@ -121,7 +121,7 @@ class OpenPool:
 
 
 class Respawn(FailurePolicy):
-    """Starts another worker in the place of one that fails, a number of times, then drops it.
+    """Replaces a worker that fails, a number of times, then drops it.
 
     Args:
         start: starts a worker, with its address.

@@ -190,7 +190,7 @@ class CommandWorker:
 
     def kill(self) -> None:
         """End the command and what it has started on this machine."""
-        # Its number is not another's while nobody has asked for its exit code.
+        # The system keeps its number until poll() has read the exit code.
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -278,8 +278,8 @@ def _read_exactly(file: BinaryIO, size: int) -> bytearray:
 
 def serve() -> None:
     """Be a worker: make one object, and run calls on it until the input ends."""
-    # What the worker's code prints goes to its standard error, and not among the answers; what it
-    # reads from its standard input is empty.
+    # The output of the worker's code goes to standard error, and not among the answers; its input
+    # is empty.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -46,7 +46,7 @@ class TopK:
 
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
-        """Put what the workers are to have in the place of the weights."""
+        """Replace the weights by those that the workers will have."""
         update = yield
         if context.version == 0:
             return update  # for the layout alone

@@ -379,7 +379,7 @@ def test_options_of_single_workers(argument: str) -> None:
         ({"collector_kwargs": {"storing_device": "meta"}}, ValueError, "no values"),
         ({"device": ["cpu", "cpu"]}, ValueError, "2 entries for 1 workers"),
         ({"collector_kwargs": [{}, {}]}, ValueError, "2 entries for 1 workers"),
-        ({"collector_kwargs": {"frames_per_batch": 3}}, TypeError, "of its own is num_envs"),
+        ({"collector_kwargs": {"frames_per_batch": 3}}, TypeError, "type one of num_envs"),
         ({"frames_per_trajectory": 3}, TypeError, "no argument 'frames_per_trajectory'; did you"),
         ({"episode_stats": True}, TypeError, r"type batch=BatchOptions\(episode_stats=True\)"),
         ({"num_envs": 2}, TypeError, r"type per_worker=WorkerOptions\(num_envs=2\)"),

@@ -2,8 +2,8 @@
 
 See docs/explanation/protocol.md. A step is one access to the page or one system call on an event,
 in the order of `SharedMemorySender` and `SharedMemoryReceiver`, which the last test compares; the
-two threads of the sender share a lock. What is written to the page and read from it is written and
-read by `ControlPage` itself. Mistakes are planted to show that the search finds them.
+two threads of the sender share a lock. `ControlPage` itself writes and reads the
+page. Mistakes are planted to show that the search finds them.
 """
 
 from __future__ import annotations

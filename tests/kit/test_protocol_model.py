@@ -1,9 +1,10 @@
 """Every order in which things can happen to a sender and two workers: docs/explanation/protocol.md.
 
-The model is searched, breadth first, from one state to all that can be reached. What the sender
-does in it is done by its own code, which is given a state and looked at afterwards: `Membership`,
-`Delivery` and `PendingSend`. What workers and the network do is written here. Mistakes are planted
-to show that the search finds them. `test_slot_model.py` does the same for slots.
+The model is searched, breadth first, from one state to all that can be reached. The steps
+of the sender are taken by its own code, which is given a state and looked at afterwards:
+`Membership`, `Delivery` and `PendingSend`. Those of workers and the network are written here.
+Mistakes are planted to show that the search finds them. `test_slot_model.py` does the same for
+slots.
 """
 
 from __future__ import annotations

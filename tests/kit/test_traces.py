@@ -28,7 +28,7 @@ ALL = {0, 1}
 
 
 class Traced(Fleet):
-    """A fleet that does no more than the model has: every send is for all, and nobody refuses."""
+    """A fleet that does no more than the model has: every send is for all, and none is refused."""
 
     histories: ClassVar[list[Sequence[Event]]]
     thorough = False

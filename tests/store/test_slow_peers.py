@@ -1,4 +1,4 @@
-"""Peers that keep their connections to `sync-core serve` open, and hold nobody else up."""
+"""Peers that keep their connections to `sync-core serve` open delay no other peer."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def check_receiver(plugin: Plugin, made: object) -> ReceiverTransport:
 
 
 def end_together(outer: Delivery, inner: Delivery) -> None:
-    """Fail the inner delivery when the outer one is given up, so that no wait for it goes on.
+    """Fail the inner delivery when the outer one is given up, which ends every wait for it.
 
     Args:
         outer: the sender's delivery.

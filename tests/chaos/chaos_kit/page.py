@@ -32,9 +32,10 @@ def _lines(outcomes: Sequence[Outcome], reads: Mapping[str, Mapping[str, int]]) 
     yield (
         f"{len(outcomes)} runs, {wrong} of them not as documented. In each run, three workers get "
         "versions before, during and after a fault, and are looked at: every send ends within its "
-        "deadline, and reports what became of each worker; whoever is not hurt has the new version "
-        "whole; whoever is hurt has the old or the new one whole, or is gone; the next send works; "
-        "who takes the place of one that was killed comes up to date; nothing is left open.\n"
+        "deadline, and reports the outcome of each worker; a worker that is not hurt has the new "
+        "version whole; one that is hurt has the old or the new one whole, or is gone; the next "
+        "send works; a worker in the place of one that was killed comes up to date; nothing is "
+        "left open.\n"
     )
     yield table(outcomes)
     if reads:

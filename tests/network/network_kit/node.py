@@ -123,7 +123,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # Of each send that fails; what failed is printed as an event.
     logging.getLogger("sync_core").setLevel(logging.ERROR)
-    # What started this may be killed; then nothing is to be left.
+    # End with the process that started this one, even if it was killed.
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     roles: dict[str, Callable[..., None]] = {"trainer": trainer, "worker": worker, "relay": relay}
     roles[sys.argv[1]](*sys.argv[2:])

@@ -29,7 +29,7 @@ _EQUAL = 3
 # The places that are sampled, and bytes at each: 1,024 elements of float32. Where a step changes
 # 0.7 % of the elements, as one in bfloat16 may, none of them changes in 1 of 1,300 sends.
 _PLACES, _WIDTH = 16, 256
-# After so many versions that differ, one that follows within so many seconds is not compared: a
+# After 8 versions that differ, one that follows within 10 ms is not compared: a
 # sample takes 10 to 20 us, 5 % of sends of a small model that follow each other without a pause.
 _DIFFERENT, _SECONDS = 8, 0.01
 # The most sends that follow each other without checksums where samples prove to be misleading.

@@ -353,7 +353,7 @@ def _given(own: Any, name: str) -> dict[str, Any]:
     known = [one.name for one in fields(WorkerOptions)]
     if unknown := sorted(set(given) - set(known)):
         raise TypeError(
-            f"{name} got {', '.join(map(repr, unknown))}; what each worker may have of "
-            f"its own is {', '.join(known)}"
+            f"{name} got {', '.join(map(repr, unknown))}; per worker, type one of "
+            f"{', '.join(known)}"
         )
     return dict(given)

@@ -192,7 +192,7 @@ def read_history(paths: Iterable[str | os.PathLike[str]]) -> list[Event]:
 
 
 _NUMBER = (int, float)
-# What a field may hold, and in which kinds of events another thing.
+# The types of fields, and the kinds of events in which they differ.
 _HOLDS: Mapping[str, tuple[type, ...]] = {
     "version": (int,),
     "seconds": _NUMBER,

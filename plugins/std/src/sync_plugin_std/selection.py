@@ -21,8 +21,9 @@ class Select:
     missed or skipped a version, gets what it lacks with the next send.
 
     Weights given by hand may lack tensors, which count as not given: ``select("*")`` allows
-    ``sender.send({"head.weight": tensor})``. What a worker lacks besides is read from the sender's
-    model, or from a copy, which is kept of weights given by hand that are not the model's own.
+    ``sender.send({"head.weight": tensor})``. Other tensors that a worker lacks are read
+    from the sender's model, or from a copy, which is kept of weights given by hand that are not the
+    model's own.
 
     A change of a tensor that is not chosen is noticed at the next send, however it was made: each
     send reads all bits of what is left out, about 3 GB/s on one core of a CPU.

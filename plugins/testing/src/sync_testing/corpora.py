@@ -21,7 +21,7 @@ from sync_testing.fuzz import Mutator
 
 __all__ = ["explore", "read_corpus", "write_corpus"]
 
-# What the reader's own objects may take, beside what the size of the input gives reason for.
+# The memory that a reader's own objects may take, beside that for the input.
 _SPARE_NBYTES = 64 << 20
 _GROWTH = 10
 # Longer inputs reach nothing that shorter ones do not.

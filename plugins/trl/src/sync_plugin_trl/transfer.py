@@ -31,8 +31,8 @@ class SyncTransfer:
     """The ``weight_transfer`` of `trl.experimental.async_grpo.AsyncGRPOTrainer`.
 
     The trainer streams its parameters tensor by tensor; each is packed before the next is
-    gathered. What it does not stream, frozen parameters and buffers, travels as ``model`` has it. A
-    worker that fails ends the training with `sync_core.SendError`, unless the sender was given
+    gathered. Frozen parameters and buffers, which it does not stream, travel as ``model`` has them.
+    A worker that fails ends the training with `sync_core.SendError`, unless the sender was given
     another ``on_failure``. The protocol is `trl.experimental.async_grpo.WeightTransferProtocol`.
 
     Args:
@@ -99,7 +99,7 @@ class SyncTransfer:
         """Do nothing; see `pause`."""
 
     def destroy(self) -> None:
-        """Close the sender, unless somebody else made it."""
+        """Close the sender if this object made it."""
         if self._owned:
             self.sender.close()
 

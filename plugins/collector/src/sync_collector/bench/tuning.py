@@ -182,7 +182,7 @@ def _timed(env: Env, seconds: float) -> tuple[list[float], list[float]]:
             begin = clock()
             _, _, terminated, truncated = env.step_arrays(action)
             steps.append(clock() - begin)
-            # One that is a batch is reset where that is needed; here it goes on meanwhile.
+            # A batched environment is reset once all of its environments have ended.
             ended = bool((torch.as_tensor(terminated) | torch.as_tensor(truncated)).all())
         else:
             acted = random_policy(env)(root.copy())

@@ -68,7 +68,7 @@ def _folded(stack: traceback.StackSummary) -> Iterator[traceback.FrameSummary]:
         return
     for around, frames in groupby(stack, key=lambda frame: bool(_package(frame))):
         run = list(frames)
-        # The frame that raised is shown, whoever's it is.
+        # The frame that raised is always shown.
         hidden = [frame for frame in run if around and frame is not stack[-1]]
         if hidden:
             packages = ", ".join(dict.fromkeys(map(_package, hidden)))

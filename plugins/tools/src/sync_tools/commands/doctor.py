@@ -33,7 +33,7 @@ from sync_tools.commands.listing import wraps_another
 from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options
 from sync_tools.tables import paint, print_table
 
-#: Each trial sends this model of `sync_tools.bench` to so many workers, so many times.
+#: The model of `sync_tools.bench`, the number of workers and of sends of each trial.
 MODEL = "small"
 WORKERS = 2
 VERSIONS = 5
