@@ -8,21 +8,17 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sync_core import Payload
 from sync_core.errors import PayloadError
-from sync_plugin_std.stores import parts_of
-from sync_plugin_store.chunks import cuts_of, digests_between, write_chunks
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
 from sync_plugin_store.format import (
     HEAD,
     Head,
     Manifest,
-    Piece,
     digest_of,
     is_name,
     manifest_name,
@@ -30,16 +26,15 @@ from sync_plugin_store.format import (
 )
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Found, Listed, Objects
+from sync_plugin_store.pieces import PieceWriter
 
-__all__ = ["Lease", "Publisher", "pieces_of"]
+__all__ = ["Lease", "Publisher"]
 
 _log = logging.getLogger("sync_core")
 # A lease that was written wrongly keeps a version for this long at most, in seconds.
 _LONGEST_LEASE = 30 * 86400.0
 # A lease takes less, in bytes.
 _LARGEST_LEASE = 1 << 12
-# Smaller bodies are read whole by readers of a part, and not cut into chunks, in bytes.
-_SMALL = 1 << 20
 # Of replacing the head, while other processes name versions.
 _ATTEMPTS = 10
 
@@ -99,10 +94,8 @@ class Publisher:
         chunks: bool = False,
     ) -> None:
         self._objects = objects
-        self._chunks = chunks
         self._key = key
         self._keep = keep
-        self._piece_nbytes = piece_nbytes
         self._grace = grace
         # Of what is not kept any longer: when it may go, and its names.
         self._leaving: deque[tuple[float, list[str]]] = deque()
@@ -112,8 +105,10 @@ class Publisher:
         # The head that was to be written last, whether or not it was.
         self._writing = self._head
         self._manifests = self._read_manifests()
-        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
-        self._streams = threading.BoundedSemaphore(2 * streams)
+        #: Writes the pieces of versions.
+        self.writer = PieceWriter(
+            objects, piece_nbytes=piece_nbytes, streams=streams, chunks=chunks
+        )
 
     @property
     def head(self) -> Head:
@@ -148,26 +143,37 @@ class Publisher:
             StoreError: the store failed; readers keep what they have.
             ConflictError: another trainer has written to the run.
         """
-        if payload.version <= self._head.version:
-            raise ConflictError(
-                f"the run in {self._objects.url} has version {self._head.version}, and versions "
-                f"only grow, got {payload.version}; type Sender(…, version={self._head.version}) "
-                "to continue the run, or give another url"
-            )
-        known = {piece.digest for m in self._manifests.values() for piece in m.objects}
+        self.check_newer(payload.version)
         # Of an increment, no reader can use a part.
-        divided = self._chunks and not base and payload.layout.body_nbytes > _SMALL
-        cuts = cuts_of(payload.layout) if divided else ()
-        pieces, chunks = self._write_pieces(payload, known, cuts)
+        written = self.writer.write(payload, self.known, divided=not base)
         manifest = Manifest(
             run=self.run,
             version=payload.version,
             base=base,
             created=round(time.time(), 3),
-            pieces=pieces,
-            chunks=self._write_chunks(chunks, known) if cuts else None,
+            pieces=written.pieces,
+            chunks=written.chunks,
             anchor=anchor,
         )
+        return self.commit(manifest, address=address)
+
+    @property
+    def known(self) -> set[str]:
+        """The digests of the objects of the versions that are kept."""
+        return {piece.digest for m in self._manifests.values() for piece in m.objects}
+
+    def check_newer(self, version: int) -> None:
+        """Raise `ConflictError` unless a version is newer than those of the run."""
+        if version <= self._head.version:
+            raise not_newer(self._objects.url, self._head.version, version)
+
+    def commit(self, manifest: Manifest, *, address: bytes | None = None) -> str:
+        """Write a manifest, the objects of which are there, and then the head; see `publish`.
+
+        Args:
+            manifest: of the version.
+            address: what readers need to know of this run beside its versions.
+        """
         data = manifest.to_bytes()
         digest = digest_of(data)
         self._objects.put(manifest_name(digest), data)
@@ -242,7 +248,7 @@ class Publisher:
 
     def close(self) -> None:
         """Write that no version follows, and end the threads."""
-        self._pool.shutdown(wait=True)
+        self.writer.close()
         with self._lock:
             if not self._head.closed and self._tag is not None:
                 try:
@@ -270,56 +276,6 @@ class Publisher:
             if record is not None and digest_of(record.data) == digest:
                 found[version] = Manifest.from_bytes(record.data)
         return found
-
-    def _write_pieces(
-        self, payload: Payload, known: Collection[str], cuts: Sequence[int]
-    ) -> tuple[tuple[Piece, ...], list[tuple[int, bytes]]]:
-        """Write the objects of a version that are not there yet; return its pieces and chunks."""
-        writing: list[Future[tuple[Piece, list[tuple[int, bytes]]]]] = []
-        failed = threading.Event()
-        # Of the next piece in the body, before which the header lies.
-        start = -len(payload.layout.header)
-
-        def write(data: bytes | memoryview, start: int) -> tuple[Piece, list[tuple[int, bytes]]]:
-            try:
-                digest = digest_of(data)
-                if digest not in known and not failed.is_set():
-                    self._objects.put(object_name(digest), data)
-                chunks = digests_between(data, start, cuts) if cuts and start >= 0 else []
-                return Piece(digest, len(data)), chunks
-            except BaseException:
-                failed.set()
-                raise
-            finally:
-                self._streams.release()
-
-        try:
-            for data in pieces_of(payload, self._piece_nbytes):
-                self._streams.acquire()
-                if failed.is_set():
-                    self._streams.release()
-                    break
-                writing.append(self._pool.submit(write, data, start))
-                start += len(data)
-        except BaseException:
-            failed.set()
-            raise
-        finally:
-            # The trainer changes its tensors after this.
-            errors = [future.exception() for future in writing]
-        for error in errors:
-            if error is not None:
-                raise error
-        written = [future.result() for future in writing]
-        return tuple(piece for piece, _ in written), [c for _, some in written for c in some]
-
-    def _write_chunks(self, chunks: Sequence[tuple[int, bytes]], known: Collection[str]) -> Piece:
-        """Write the object with a version's chunks, if it is not there yet."""
-        data = write_chunks(chunks)
-        piece = Piece(digest_of(data), len(data))
-        if piece.digest not in known:
-            self._objects.put(object_name(piece.digest), data)
-        return piece
 
     def _replace(
         self, change: Callable[[Head], dict[str, Any]], *, beside: bool = False
@@ -450,37 +406,15 @@ class Publisher:
                 _log.warning("%s stays in %s: %s", name, self._objects.url, error)
 
 
-def pieces_of(payload: Payload, nbytes: int) -> Iterator[bytes | memoryview]:
-    """Return the bytes of a version in pieces: the header, then the body in pieces of one size.
+def not_newer(url: str, newest: int, version: int) -> ConflictError:
+    """Return the error of a version that is not newer than those of a run.
 
     Args:
-        payload: the version.
-        nbytes: the size of a piece, in bytes; the last one is smaller.
-
-    Example:
-        >>> import torch
-        >>> from sync_core import Layout
-        >>> weights = {"bias": torch.ones(100)}
-        >>> payload = Payload(1, Layout.of(weights), tuple(weights.values()))
-        >>> pieces = list(pieces_of(payload, 256))
-        >>> bytes(pieces[0]) == payload.layout.header, [len(piece) for piece in pieces[1:]]
-        (True, [256, 144])
-        >>> b"".join(pieces) == payload.to_bytes()
-        True
+        url: where the run is.
+        newest: its newest version.
+        version: the other one.
     """
-    room, gathered = len(payload.layout.header), list[memoryview]()
-    for part in parts_of(payload):
-        rest = part.cast("B") if part.nbytes else memoryview(b"")
-        while rest:
-            taken, rest = rest[:room], rest[room:]
-            gathered.append(taken)
-            room -= len(taken)
-            if not room:
-                yield _joined(gathered)
-                room, gathered = nbytes, []
-    if gathered:
-        yield _joined(gathered)
-
-
-def _joined(parts: list[memoryview]) -> bytes | memoryview:
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return ConflictError(
+        f"the run in {url} has version {newest}, and versions only grow, got {version}; type "
+        f"Sender(…, version={newest}) to continue the run, or give another url"
+    )

@@ -1,0 +1,159 @@
+"""Writes versions as objects that are named by their content: `PieceWriter`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sync_core import Payload
+from sync_plugin_std.stores import parts_of
+from sync_plugin_store.chunks import cuts_of, digests_between, write_chunks
+from sync_plugin_store.format import Piece, digest_of, object_name
+from sync_plugin_store.objects import Objects
+
+__all__ = ["PieceWriter", "Written", "pieces_of"]
+
+# Smaller bodies are read whole by readers of a part, and not cut into chunks, in bytes.
+_SMALL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The objects of a ``.safetensors`` file that was written.
+
+    Args:
+        pieces: the header, and then pieces of the body.
+        chunks: the object with the sizes and digests of the body's chunks; None for none.
+    """
+
+    pieces: tuple[Piece, ...]
+    chunks: Piece | None
+
+
+class PieceWriter:
+    """Writes versions in pieces, several at a time.
+
+    Args:
+        objects: where they go.
+        piece_nbytes: the size of a piece, in bytes.
+        streams: how many are written at a time.
+        chunks: whether readers can check parts of a version.
+    """
+
+    def __init__(self, objects: Objects, *, piece_nbytes: int, streams: int, chunks: bool) -> None:
+        self._objects = objects
+        self._piece_nbytes = piece_nbytes
+        self._chunks = chunks
+        self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
+        self._streams = threading.BoundedSemaphore(2 * streams)
+
+    def write(self, payload: Payload, known: Collection[str], *, divided: bool = True) -> Written:
+        """Write the objects of a version that are not there yet.
+
+        Args:
+            payload: the version; its tensors are read when this returns.
+            known: the digests of objects that are there.
+            divided: whether a reader can use a part of it.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        cuts: tuple[int, ...] = ()
+        if self._chunks and divided and payload.layout.body_nbytes > _SMALL:
+            cuts = cuts_of(payload.layout)
+        found = self._write_pieces(payload, known, cuts)
+        pieces = tuple(piece for piece, _ in found)
+        if not cuts:
+            return Written(pieces, None)
+        listed = write_chunks([chunk for _, chunks in found for chunk in chunks])
+        return Written(pieces, self.write_object(listed, known))
+
+    def write_object(self, data: bytes, known: Collection[str] = ()) -> Piece:
+        """Write one object, if it is not there yet."""
+        piece = Piece(digest_of(data), len(data))
+        if piece.digest not in known:
+            self._objects.put(object_name(piece.digest), data)
+        return piece
+
+    def close(self) -> None:
+        """End the threads, when all is written."""
+        self._pool.shutdown(wait=True)
+
+    def _write_pieces(
+        self, payload: Payload, known: Collection[str], cuts: Sequence[int]
+    ) -> list[tuple[Piece, list[tuple[int, bytes]]]]:
+        """Return each piece with its chunks."""
+        writing: list[Future[tuple[Piece, list[tuple[int, bytes]]]]] = []
+        failed = threading.Event()
+        # Of the next piece in the body, before which the header lies.
+        start = -len(payload.layout.header)
+
+        def write(data: bytes | memoryview, start: int) -> tuple[Piece, list[tuple[int, bytes]]]:
+            try:
+                digest = digest_of(data)
+                if digest not in known and not failed.is_set():
+                    self._objects.put(object_name(digest), data)
+                chunks = digests_between(data, start, cuts) if cuts and start >= 0 else []
+                return Piece(digest, len(data)), chunks
+            except BaseException:
+                failed.set()
+                raise
+            finally:
+                self._streams.release()
+
+        try:
+            for data in pieces_of(payload, self._piece_nbytes):
+                self._streams.acquire()
+                if failed.is_set():
+                    self._streams.release()
+                    break
+                writing.append(self._pool.submit(write, data, start))
+                start += len(data)
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            # The trainer changes its tensors after this.
+            errors = [future.exception() for future in writing]
+        for error in errors:
+            if error is not None:
+                raise error
+        return [future.result() for future in writing]
+
+
+def pieces_of(payload: Payload, nbytes: int) -> Iterator[bytes | memoryview]:
+    """Return the bytes of a version in pieces: the header, then the body in pieces of one size.
+
+    Args:
+        payload: the version.
+        nbytes: the size of a piece, in bytes; the last one is smaller.
+
+    Example:
+        >>> import torch
+        >>> from sync_core import Layout
+        >>> weights = {"bias": torch.ones(100)}
+        >>> payload = Payload(1, Layout.of(weights), tuple(weights.values()))
+        >>> pieces = list(pieces_of(payload, 256))
+        >>> bytes(pieces[0]) == payload.layout.header, [len(piece) for piece in pieces[1:]]
+        (True, [256, 144])
+        >>> b"".join(pieces) == payload.to_bytes()
+        True
+    """
+    room, gathered = len(payload.layout.header), list[memoryview]()
+    for part in parts_of(payload):
+        rest = part.cast("B") if part.nbytes else memoryview(b"")
+        while rest:
+            taken, rest = rest[:room], rest[room:]
+            gathered.append(taken)
+            room -= len(taken)
+            if not room:
+                yield _joined(gathered)
+                room, gathered = nbytes, []
+    if gathered:
+        yield _joined(gathered)
+
+
+def _joined(parts: list[memoryview]) -> bytes | memoryview:
+    return parts[0] if len(parts) == 1 else b"".join(parts)
