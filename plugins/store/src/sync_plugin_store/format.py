@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
 
 from sync_core.errors import PayloadError
 from sync_plugin_store.errors import SignatureError
-from sync_plugin_store.keys import SigningKey, verify
+from sync_plugin_store.keys import HEAD_PURPOSE, SigningKey, verify
 
 __all__ = [
     "FORMAT",
     "HEAD",
+    "RANKS_FORMAT",
+    "File",
     "Head",
     "Manifest",
     "Piece",
@@ -31,6 +33,8 @@ __all__ = [
 
 #: The version of the format.
 FORMAT = 1
+#: That of the manifest of a version that several ranks wrote together.
+RANKS_FORMAT = 2
 #: The name of the one object that is ever replaced.
 HEAD = "HEAD"
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -39,6 +43,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _BEYOND = 1 << 63
 # More pieces, or versions, than these make a manifest or a head that takes long to read.
 _MOST_PIECES, _MOST_VERSIONS = 1_000_000, 10_000
+# As many ranks as no trainer has, and more than all that their holdings may take, in bytes.
+_MOST_RANKS, _MOST_HOLDINGS = 100_000, 256 << 20
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -79,9 +85,59 @@ class Piece:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class File:
+    """A ``.safetensors`` file, in pieces.
+
+    Args:
+        pieces: the header, and then pieces of the body.
+        chunks: the object with the sizes and digests of the body's chunks, by which readers of a
+            part check what they read; None where the trainer wrote none.
+    """
+
+    pieces: tuple[Piece, ...]
+    chunks: Piece | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file, in bytes."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def objects(self) -> tuple[Piece, ...]:
+        """Every object that the file needs."""
+        return self.pieces if self.chunks is None else (*self.pieces, self.chunks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        content: dict[str, Any] = {"pieces": [[p.digest, p.nbytes] for p in self.pieces]}
+        if self.chunks is not None:
+            content["chunks"] = [self.chunks.digest, self.chunks.nbytes]
+        return content
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Return what `to_json` wrote.
+
+        Raises:
+            KeyError: it is something else, as with the next two.
+            TypeError: it is something else.
+            ValueError: it is something else.
+        """
+        chunks = value.get("chunks")
+        made = cls(
+            tuple(map(read_piece, value["pieces"])), None if chunks is None else read_piece(chunks)
+        )
+        if not 0 < len(made.pieces) <= _MOST_PIECES or made.nbytes >= _BEYOND:
+            raise ValueError(f"{len(made.pieces)} pieces of {made.nbytes} bytes")
+        if made.chunks is not None and made.chunks.nbytes > made.nbytes:
+            raise ValueError(f"a list of chunks of {made.chunks.nbytes} bytes")
+        return made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A version: joined, its pieces are a ``.safetensors`` file.
+    """A version: joined, its pieces are a ``.safetensors`` file; or one such file for each rank.
 
     Args:
         run: the run that it belongs to.
@@ -92,6 +148,9 @@ class Manifest:
         chunks: the object with the sizes and digests of the body's chunks, by which readers of a
             part check what they read; None where the trainer wrote none.
         anchor: whether increments may build on this whole version.
+        ranks: the files of the ranks that wrote the version together, in their order, in place of
+            the pieces; none for a version that one process wrote.
+        holdings: the object that says which part of which tensor is in each of these files.
 
     Example:
         >>> manifest = Manifest(
@@ -107,32 +166,43 @@ class Manifest:
     pieces: tuple[Piece, ...] = ()
     chunks: Piece | None = None
     anchor: bool = False
+    ranks: tuple[File, ...] = ()
+    holdings: Piece | None = None
+
+    @property
+    def files(self) -> tuple[File, ...]:
+        """The files of the version: one, or one for each rank."""
+        return self.ranks or (File(self.pieces, self.chunks),)
 
     @property
     def nbytes(self) -> int:
         """Size of the version, in bytes."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(file.nbytes for file in self.files)
 
     @property
     def objects(self) -> tuple[Piece, ...]:
         """Every object that the version refers to."""
-        return self.pieces if self.chunks is None else (*self.pieces, self.chunks)
+        found = tuple(piece for file in self.files for piece in file.objects)
+        return found if self.holdings is None else (*found, self.holdings)
 
     def to_bytes(self) -> bytes:
         """Return the manifest as it is stored."""
-        content = {
-            "format": FORMAT,
+        content: dict[str, Any] = {
+            "format": RANKS_FORMAT if self.ranks else FORMAT,
             "run": self.run,
             "version": self.version,
             "base": self.base,
             "created": self.created,
-            "pieces": [[piece.digest, piece.nbytes] for piece in self.pieces],
         }
-        if self.chunks is not None:
-            content["chunks"] = [self.chunks.digest, self.chunks.nbytes]
+        if self.ranks:
+            assert self.holdings is not None
+            content["holdings"] = [self.holdings.digest, self.holdings.nbytes]
+            content["ranks"] = [file.to_json() for file in self.ranks]
+        else:
+            content |= File(self.pieces, self.chunks).to_json()
         if self.anchor:
             content["anchor"] = True
-        return _write(content)
+        return write_json(content)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -141,23 +211,28 @@ class Manifest:
         Raises:
             PayloadError: the bytes are something else; the message says what.
         """
-        content = _parse(data, "a manifest")
+        content = read_json(data, "a manifest", (FORMAT, RANKS_FORMAT))
         try:
-            pieces = tuple(map(_piece, content["pieces"]))
-            chunks = content.get("chunks")
-            made = cls(
-                run=_text(content["run"]),
-                version=_count(content["version"]),
-                base=_count(content["base"]),
-                created=float(content["created"]),
-                pieces=pieces,
-                chunks=None if chunks is None else _piece(chunks),
-                anchor=content.get("anchor") is True,
-            )
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            known: dict[str, Any] = {
+                "run": read_text(content["run"]),
+                "version": read_count(content["version"]),
+                "base": read_count(content["base"]),
+                "created": float(content["created"]),
+                "anchor": content.get("anchor") is True,
+            }
+            if content["format"] == FORMAT:
+                file = File.from_json(content)
+                return cls(**known, pieces=file.pieces, chunks=file.chunks)
+            ranks = tuple(map(File.from_json, content["ranks"]))
+            made = cls(**known, ranks=ranks, holdings=read_piece(content["holdings"]))
+            if made.holdings is None or made.holdings.nbytes > _MOST_HOLDINGS:
+                raise ValueError(f"holdings of {made.holdings}")
+            if not 0 < len(ranks) <= _MOST_RANKS or made.base or made.anchor:
+                raise ValueError(f"{len(ranks)} ranks, and base {made.base}")
+            if len(made.objects) > 2 * _MOST_PIECES or made.nbytes >= _BEYOND:
+                raise ValueError(f"{len(made.objects)} objects of {made.nbytes} bytes")
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise PayloadError(f"not a manifest of a version: {error!r:.200}") from error
-        if not 0 < len(pieces) <= _MOST_PIECES or made.nbytes >= _BEYOND:
-            raise PayloadError(f"a manifest has {len(pieces)} pieces of {made.nbytes} bytes")
         return made
 
 
@@ -195,7 +270,7 @@ class Head:
         Args:
             key: of the trainer.
         """
-        content = _write(
+        content = write_json(
             {
                 "format": FORMAT,
                 "run": self.run,
@@ -207,7 +282,7 @@ class Head:
                 "closed": self.closed,
             }
         )
-        return f"ed25519 {key.public} {key.sign(content)}\n".encode() + content
+        return signed(content, key)
 
     @classmethod
     def from_bytes(cls, data: bytes, public: str) -> Self:
@@ -221,21 +296,16 @@ class Head:
             SignatureError: it is signed with another key, or by none.
             PayloadError: the bytes are something else; the message says what.
         """
-        line, _, content = data.partition(b"\n")
-        words = line.decode("ascii", "replace").split(" ")
-        if len(words) != 3 or words[0] != "ed25519":
-            raise SignatureError(f"HEAD begins with {line[:40]!r}, and not with a signature")
-        verify(public, words[2], content)
-        parsed = _parse(content, "a head")
+        parsed = read_json(signed_by(public, data, HEAD), "a head", (FORMAT,))
         try:
             address = parsed["address"]
             made = cls(
-                run=_text(parsed["run"]),
-                sequence=_count(parsed["sequence"]),
-                version=_count(parsed["version"]),
-                versions={int(v): _digest(d) for v, d in parsed["versions"].items()},
-                names={_text(name): _count(v) for name, v in parsed["names"].items()},
-                address=None if address is None else _digest(address),
+                run=read_text(parsed["run"]),
+                sequence=read_count(parsed["sequence"]),
+                version=read_count(parsed["version"]),
+                versions={int(v): read_digest(d) for v, d in parsed["versions"].items()},
+                names={read_text(name): read_count(v) for name, v in parsed["names"].items()},
+                address=None if address is None else read_digest(address),
                 closed=bool(parsed["closed"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -245,42 +315,83 @@ class Head:
         return made
 
 
-def _write(content: Mapping[str, Any]) -> bytes:
+def signed(content: bytes, key: SigningKey, purpose: bytes = HEAD_PURPOSE) -> bytes:
+    """Return content after a line with the key and its signature."""
+    return f"ed25519 {key.public} {key.sign(content, purpose)}\n".encode() + content
+
+
+def signed_by(public: str, data: bytes, what: str, purpose: bytes = HEAD_PURPOSE) -> bytes:
+    """Return the content that `signed` was given.
+
+    Args:
+        public: the public key that it must be signed with, in hexadecimal.
+        data: what the store has.
+        what: it is, for messages.
+        purpose: see `SigningKey.sign`.
+
+    Raises:
+        SignatureError: it is signed with another key, or by none.
+    """
+    line, _, content = data.partition(b"\n")
+    words = line.decode("ascii", "replace").split(" ")
+    if len(words) != 3 or words[0] != "ed25519":
+        raise SignatureError(f"{what} begins with {line[:40]!r}, and not with a signature")
+    verify(public, words[2], content, purpose)
+    return content
+
+
+def write_json(content: Mapping[str, Any]) -> bytes:
+    """Return a record as it is stored."""
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def _parse(data: bytes, what: str) -> dict[str, Any]:
+def read_json(data: bytes, what: str, formats: Sequence[int]) -> dict[str, Any]:
+    """Return the record that `write_json` wrote.
+
+    Args:
+        data: any bytes.
+        what: it is, for messages.
+        formats: those that this release reads.
+
+    Raises:
+        PayloadError: it is something else, or of another format.
+    """
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise PayloadError(f"{what} must be JSON, got {data[:40]!r}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") not in formats:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise PayloadError(
-            f"{what} has format {found!r:.40}, and this is sync-plugin-store for format {FORMAT}; "
-            "type: pip install -U sync-plugin-store, at both ends"
+            f"{what} has format {found!r:.40}, and this is sync-plugin-store for format "
+            f"{' and '.join(map(str, formats))}; type: pip install -U sync-plugin-store, at both "
+            "ends"
         )
     return content
 
 
-def _digest(value: object) -> str:
+def read_digest(value: object) -> str:
+    """Return a SHA-256 in hexadecimal, or raise `ValueError`."""
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise ValueError(f"{value!r:.80} is not a SHA-256 in hexadecimal")
     return value
 
 
-def _piece(value: Any) -> Piece:
+def read_piece(value: Any) -> Piece:
+    """Return an object that is written as its digest and size, or raise `ValueError`."""
     digest, nbytes = value
-    return Piece(_digest(digest), _count(nbytes))
+    return Piece(read_digest(digest), read_count(nbytes))
 
 
-def _count(value: object) -> int:
+def read_count(value: object) -> int:
+    """Return a natural number, or raise `ValueError`."""
     if type(value) is not int or not 0 <= value < _BEYOND:
         raise ValueError(f"{value!r:.80} is not a natural number")
     return value
 
 
-def _text(value: object) -> str:
+def read_text(value: object) -> str:
+    """Return a text, or raise `ValueError`."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{value!r:.80} is not a text")
     return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -12,10 +14,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from sync_core import OptionError
 from sync_plugin_store.errors import SignatureError
 
-__all__ = ["SigningKey", "verify"]
+__all__ = ["HEAD_PURPOSE", "PARTS_PURPOSE", "SigningKey", "verify"]
 
-# Signed content begins with this, so that a signature holds for nothing else.
-_PURPOSE = b"sync-plugin-store HEAD 1\n"
+#: What is signed begins with its purpose, so that a signature holds for nothing else.
+HEAD_PURPOSE, PARTS_PURPOSE = b"sync-plugin-store HEAD 1\n", b"sync-plugin-store parts 2\n"
 
 
 class SigningKey:
@@ -48,16 +50,7 @@ class SigningKey:
         """
         try:
             if not path.exists():
-                made = Ed25519PrivateKey.generate()
-                text = made.private_bytes(
-                    serialization.Encoding.PEM,
-                    serialization.PrivateFormat.PKCS8,
-                    serialization.NoEncryption(),
-                )
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(text)
-                return cls(made)
+                _make(path)
             key = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (OSError, ValueError, TypeError) as error:
             raise OptionError(
@@ -71,18 +64,38 @@ class SigningKey:
             )
         return cls(key)
 
-    def sign(self, content: bytes) -> str:
-        """Return the signature of a head's content, in hexadecimal."""
-        return self._key.sign(_PURPOSE + content).hex()
+    def sign(self, content: bytes, purpose: bytes = HEAD_PURPOSE) -> str:
+        """Return the signature of content for a purpose, in hexadecimal."""
+        return self._key.sign(purpose + content).hex()
 
 
-def verify(public: str, signature: str, content: bytes) -> None:
-    """Check the signature of a head's content.
+def _make(path: Path) -> None:
+    """Write a new key, unless another process, such as another rank, has written one first."""
+    text = Ed25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    # The file appears with all of its bytes, and is never replaced.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+        with suppress(FileExistsError):
+            path.hardlink_to(part)
+    finally:
+        part.unlink()
+
+
+def verify(public: str, signature: str, content: bytes, purpose: bytes = HEAD_PURPOSE) -> None:
+    """Check the signature of content for a purpose.
 
     Args:
         public: the public key, in hexadecimal.
         signature: in hexadecimal.
         content: what was signed.
+        purpose: what for.
 
     Raises:
         SignatureError: it was made with another key, or of something else.
@@ -96,7 +109,7 @@ def verify(public: str, signature: str, content: bytes) -> None:
     """
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public))
-        key.verify(bytes.fromhex(signature), _PURPOSE + content)
+        key.verify(bytes.fromhex(signature), purpose + content)
     except (InvalidSignature, ValueError) as error:
         raise SignatureError(
             f"not signed with the key {public[:12]}…; the run's own is what Run.key_of(sender) "

@@ -5,31 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 from sync_core import Payload
 from sync_plugin_std.stores import parts_of
 from sync_plugin_store.chunks import cuts_of, digests_between, write_chunks
-from sync_plugin_store.format import Piece, digest_of, object_name
+from sync_plugin_store.format import File, Piece, digest_of, object_name
 from sync_plugin_store.objects import Objects
 
-__all__ = ["PieceWriter", "Written", "pieces_of"]
+__all__ = ["PieceWriter", "pieces_of"]
 
 # Smaller bodies are read whole by readers of a part, and not cut into chunks, in bytes.
 _SMALL = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The objects of a ``.safetensors`` file that was written.
-
-    Args:
-        pieces: the header, and then pieces of the body.
-        chunks: the object with the sizes and digests of the body's chunks; None for none.
-    """
-
-    pieces: tuple[Piece, ...]
-    chunks: Piece | None
 
 
 class PieceWriter:
@@ -49,7 +35,7 @@ class PieceWriter:
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
         self._streams = threading.BoundedSemaphore(2 * streams)
 
-    def write(self, payload: Payload, known: Collection[str], *, divided: bool = True) -> Written:
+    def write(self, payload: Payload, known: Collection[str], *, divided: bool = True) -> File:
         """Write the objects of a version that are not there yet.
 
         Args:
@@ -66,9 +52,9 @@ class PieceWriter:
         found = self._write_pieces(payload, known, cuts)
         pieces = tuple(piece for piece, _ in found)
         if not cuts:
-            return Written(pieces, None)
+            return File(pieces)
         listed = write_chunks([chunk for _, chunks in found for chunk in chunks])
-        return Written(pieces, self.write_object(listed, known))
+        return File(pieces, self.write_object(listed, known))
 
     def write_object(self, data: bytes, known: Collection[str] = ()) -> Piece:
         """Write one object, if it is not there yet."""
