@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sync_plugin_scale.pools.pool import Pool
     from sync_plugin_scale.relays.chunks import Chunked
     from sync_plugin_scale.relays.relay import Relay
+    from sync_plugin_scale.shards.endpoint import HeldTensor, Holding
     from sync_plugin_scale.shards.local import Part
     from sync_plugin_scale.shards.reports import gather_reports
     from sync_plugin_scale.shards.scheme import Sharded, join_addresses
@@ -31,6 +32,7 @@ _MODULES = {
     "sync_plugin_scale.pools.pool": ("Pool",),
     "sync_plugin_scale.relays.chunks": ("Chunked",),
     "sync_plugin_scale.relays.relay": ("Relay",),
+    "sync_plugin_scale.shards.endpoint": ("HeldTensor", "Holding"),
     "sync_plugin_scale.shards.local": ("Part",),
     "sync_plugin_scale.shards.reports": ("gather_reports",),
     "sync_plugin_scale.shards.scheme": ("Sharded", "join_addresses"),
@@ -43,6 +45,8 @@ __all__ = [
     "AbortedError",
     "Canary",
     "Chunked",
+    "HeldTensor",
+    "Holding",
     "IncrementError",
     "Increments",
     "Part",

@@ -20,8 +20,9 @@ from sync_plugin_scale.shards.plan import whole
 from sync_plugin_store.chunks import Chunk, Chunks, cuts_of
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.format import Piece
+from sync_plugin_store.holdings import Wanted
 from sync_plugin_store.objects import Objects, Patience, open_objects
-from sync_plugin_store.parts import Parts, Plan, Range, Wanted, is_divided, parts_of
+from sync_plugin_store.parts import Parts, Plan, Range, is_divided, parts_of
 
 __all__ = ["load_checkpoint"]
 
@@ -176,8 +177,8 @@ class _Files:
         plans: list[Plan] = []
         reading = []
         for file, layout in headers.items():
-            wanted = tuple(each for each in parts.wanted if each.name in layout.index)
-            plan = Plan(layout, _chunks_of(layout), Parts(wanted, parts.layout))
+            wanted = [each for each in parts.wanted if each.name in layout.index]
+            plan = Plan.of_file(layout, _chunks_of(layout), wanted)
             plans.append(plan)
             begin = len(layout.header)
             reading += [self._pool.submit(self._read, file, begin, each) for each in plan.ranges]

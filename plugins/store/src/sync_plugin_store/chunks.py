@@ -18,7 +18,7 @@ from math import prod
 
 from sync_core import Layout
 from sync_core.errors import PayloadError
-from sync_plugin_store.format import Manifest, Piece
+from sync_plugin_store.format import File, Manifest, Piece
 
 __all__ = ["Chunk", "Chunks", "cuts_of", "digests_between", "read_chunks", "write_chunks"]
 
@@ -121,27 +121,27 @@ def write_chunks(entries: Sequence[tuple[int, bytes]]) -> bytes:
     return b"".join(_ENTRY.pack(nbytes, digest) for nbytes, digest in entries)
 
 
-def read_chunks(data: bytes | memoryview | None, manifest: Manifest) -> Chunks:
+def read_chunks(data: bytes | memoryview | None, file: File | Manifest) -> Chunks:
     """Return the chunks of a version.
 
     Args:
         data: what `write_chunks` returned; None where the trainer wrote none, so that each piece
             is a chunk.
-        manifest: the version.
+        file: the version, or the file of one of its ranks.
 
     Raises:
         PayloadError: they are not those of its pieces.
     """
     chunks, begin = [], 0
     if data is None:
-        for number, piece in enumerate(manifest.pieces[1:], 1):
+        for number, piece in enumerate(file.pieces[1:], 1):
             chunks.append(Chunk(begin, piece.nbytes, None, number))
             begin += piece.nbytes
-        return Chunks(chunks, manifest.pieces)
+        return Chunks(chunks, file.pieces)
     if len(data) % _ENTRY.size:
         raise PayloadError(f"a list of chunks has {len(data)} bytes")
     entries = _ENTRY.iter_unpack(data)
-    for number, piece in enumerate(manifest.pieces[1:], 1):
+    for number, piece in enumerate(file.pieces[1:], 1):
         left = piece.nbytes
         while left:
             nbytes, digest = next(entries, (0, b""))
@@ -151,4 +151,4 @@ def read_chunks(data: bytes | memoryview | None, manifest: Manifest) -> Chunks:
             begin, left = begin + nbytes, left - nbytes
     if next(entries, None) is not None:
         raise PayloadError("a list of chunks has more of them than its version")
-    return Chunks(chunks, manifest.pieces)
+    return Chunks(chunks, file.pieces)

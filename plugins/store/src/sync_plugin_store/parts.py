@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -23,41 +23,24 @@ from sync_core import Layout, TensorSpec
 from sync_core.errors import LayoutMismatchError, ModelError, PayloadError
 from sync_core.models import Region, tensors_of_rank
 from sync_core.transports import Block
-from sync_plugin_scale import Part
-from sync_plugin_scale.shards.endpoint import HeldTensor, Holding
+from sync_plugin_scale import HeldTensor, Holding, Part
 from sync_plugin_scale.shards.local import RegionViews, is_distributed
 from sync_plugin_scale.shards.plan import intersect, shape_of, size_of, whole, write_region
 from sync_plugin_scale.shards.whole_model import WholeModel, has_extra_state, wanted_regions
 from sync_plugin_store.chunks import Chunk, Chunks, read_chunks
 from sync_plugin_store.format import Manifest
+from sync_plugin_store.holdings import Copy, JoinedHoldings, Wanted
 
 if TYPE_CHECKING:
     from sync_plugin_store.reader import RunReader
 
-__all__ = ["PartFetch", "Parts", "Plan", "Range", "Wanted", "is_divided", "parts_of"]
+__all__ = ["PartFetch", "Parts", "Plan", "Range", "Source", "is_divided", "parts_of"]
 
 # Shorter runs of a tensor's bytes are read with what lies between them, in bytes: each would be a
 # request.
 _LEAST_RUN = 32 << 10
 # Ranges with few bytes between them become one, while that is so much of what is needed, at most.
 _BETWEEN = 1 / 50
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A part of a tensor.
-
-    Args:
-        view: the name under which it is written.
-        name: the name of the tensor in the version.
-        region: the part.
-        shape: the shape of the whole tensor.
-    """
-
-    view: str
-    name: str
-    region: Region
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +181,8 @@ class Range:
 
     chunks: list[Chunk]
     lock: threading.Lock
+    #: The position of the file, of those of the version.
+    file: int
     runs: list[_Run] = field(default_factory=list)
 
     def take(self, memory: memoryview) -> None:
@@ -227,63 +212,110 @@ class Range:
         return self.chunks[-1].start + self.chunks[-1].nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of a version.
+
+    Args:
+        layout: of its tensors.
+        chunks: of its body.
+    """
+
+    layout: Layout
+    chunks: Chunks
+
+
 class Plan:
     """The chunks of a version that are read, and the bytes of them that are written.
 
     Args:
-        layout: of the version.
-        chunks: of the version.
-        parts: what is wanted.
+        sources: the files of which something is read, by their positions.
+        kinds: name, dtype and shape of each tensor that is written.
+        copies: where its parts lie.
+        aliases: pairs of the name of a tied tensor and the name of the one that is written.
 
     Raises:
         PayloadError: the version does not have that.
     """
 
-    def __init__(self, layout: Layout, chunks: Chunks, parts: Parts) -> None:
-        if layout.body_nbytes > chunks.begins[-1]:
-            raise PayloadError(
-                f"a version needs {layout.body_nbytes} bytes, and has {chunks.begins[-1]}"
-            )
-        found = [(_spec_of(layout, each), each.view, each.region) for each in parts.wanted]
-        # Extras come whole, after all others.
+    def __init__(
+        self,
+        sources: Mapping[int, Source],
+        kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+        copies: Iterable[Copy],
+        aliases: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        for source in sources.values():
+            needed, there = source.layout.body_nbytes, source.chunks.begins[-1]
+            if needed > there:
+                raise PayloadError(f"a version needs {needed} bytes, and has {there}")
+        found = [(each, _spec_of(sources[each.file].layout, each, kinds)) for each in copies]
+        # Extras come whole, after all others; those of the first file are of the version.
+        first = min(sources)
+        layout = sources[first].layout
         extras = layout.specs[len(layout.plain.specs) :]
-        found += [(spec, spec.name, whole(spec.shape)) for spec in extras]
+        for position, spec in enumerate(extras, len(kinds)):
+            region = whole(spec.shape)
+            found.append((Copy(position, first, spec.name, spec.shape, region, region), spec))
+        every = [*kinds, *((spec.name, spec.dtype, spec.shape) for spec in extras)]
         #: The layout of what is read.
-        self.layout = Layout.of_kinds(
-            (view, spec.dtype, shape_of(region)) for spec, view, region in found
-        )
+        self.layout = Layout.of_kinds(every, aliases)
         self.block = Block.allocate(self.layout.nbytes)
         self.block.write_header(self.layout)
-        self._chunks = chunks
         # For what is left of runs.
         self._lock = threading.Lock()
         targets = self.block.views(self.layout)
-        runs = [
-            run
-            for (spec, _, region), target in zip(found, targets, strict=True)
-            if size_of(region)
-            for run in _runs_of(spec, region, target)
+        runs: dict[int, list[_Run]] = {number: [] for number in sources}
+        for each, spec in found:
+            if size_of(each.region):
+                target = targets[each.view][tuple(slice(*bounds) for bounds in each.at)]
+                runs[each.file] += _runs_of(spec, each.region, target)
+        #: The ranges that are read, in the order of the files.
+        self.ranges = [
+            each
+            for number, source in sources.items()
+            for each in self._ranges(number, source.chunks, runs[number])
         ]
-        #: The ranges that are read, in the order of the body.
-        self.ranges = self._ranges(runs)
 
-    def _ranges(self, runs: Sequence[_Run]) -> list[Range]:
-        needed = sorted({i for run in runs for i in self._chunks.between(run.start, run.stop)})
-        chunks = self._chunks.chunks
+    @classmethod
+    def of_file(cls, layout: Layout, chunks: Chunks, wanted: Sequence[Wanted]) -> Self:
+        """Return the plan of a version that is one file.
+
+        Args:
+            layout: of the version.
+            chunks: of the version.
+            wanted: what is wanted.
+
+        Raises:
+            PayloadError: the version does not have that.
+        """
+        kinds, copies = [], []
+        for number, each in enumerate(wanted):
+            position = layout.index.get(each.name)
+            spec = None if position is None else layout.specs[position]
+            if spec is None or spec.shape != each.shape:
+                raise _missing(spec, each)
+            shape = shape_of(each.region)
+            kinds.append((each.view, spec.dtype, shape))
+            copies.append(Copy(number, 0, spec.name, spec.shape, each.region, whole(shape)))
+        return cls({0: Source(layout, chunks)}, kinds, copies)
+
+    def _ranges(self, file: int, chunks: Chunks, runs: Sequence[_Run]) -> list[Range]:
+        needed = sorted({i for run in runs for i in chunks.between(run.start, run.stop)})
         ranges: list[Range] = []
         gaps: list[tuple[int, int]] = []
         before = -1
         for number in needed:
-            chunk = chunks[number]
-            same = bool(ranges) and chunks[before].piece == chunk.piece
+            chunk = chunks.chunks[number]
+            same = bool(ranges) and chunks.chunks[before].piece == chunk.piece
             if same and number == before + 1:
                 ranges[-1].chunks.append(chunk)
             else:
                 if same:
                     gaps.append((chunk.start - ranges[-1].stop, len(ranges)))
-                ranges.append(Range([chunk], self._lock))
+                ranges.append(Range([chunk], self._lock, file))
             before = number
-        ranges = self._joined(ranges, gaps)
+        ranges = _joined(chunks, ranges, gaps)
         starts = [each.start for each in ranges]
         for run in runs:
             first = bisect_right(starts, run.start) - 1
@@ -291,35 +323,46 @@ class Plan:
                 each.runs.append(run)
         return ranges
 
-    def _joined(self, ranges: list[Range], gaps: list[tuple[int, int]]) -> list[Range]:
-        """Join ranges with the fewest bytes between them: each is a request."""
-        left = _BETWEEN * sum(each.stop - each.start for each in ranges)
-        joined = set()
-        for nbytes, number in sorted(gaps):
-            left -= nbytes
-            if left < 0:
-                break
-            joined.add(number)
-        result: list[Range] = []
-        for number, each in enumerate(ranges):
-            if number in joined:
-                between = self._chunks.between(result[-1].stop, each.start)
-                skipped = [self._chunks.chunks[i] for i in between]
-                result[-1].chunks += [*skipped, *each.chunks]
-            else:
-                result.append(each)
-        return result
+
+def _joined(chunks: Chunks, ranges: list[Range], gaps: list[tuple[int, int]]) -> list[Range]:
+    """Join ranges with the fewest bytes between them: each is a request."""
+    left = _BETWEEN * sum(each.stop - each.start for each in ranges)
+    joined = set()
+    for nbytes, number in sorted(gaps):
+        left -= nbytes
+        if left < 0:
+            break
+        joined.add(number)
+    result: list[Range] = []
+    for number, each in enumerate(ranges):
+        if number in joined:
+            between = chunks.between(result[-1].stop, each.start)
+            result[-1].chunks += [*(chunks.chunks[i] for i in between), *each.chunks]
+        else:
+            result.append(each)
+    return result
 
 
-def _spec_of(layout: Layout, wanted: Wanted) -> TensorSpec:
-    position = layout.index.get(wanted.name)
+def _spec_of(
+    layout: Layout, copy: Copy, kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
+) -> TensorSpec:
+    """Return the tensor of a file that a copy is of."""
+    position = layout.index.get(copy.name)
     spec = None if position is None else layout.specs[position]
-    if spec is None or spec.shape != wanted.shape:
+    dtype = kinds[copy.view][1]
+    if spec is None or (spec.dtype, spec.shape) != (dtype, copy.shape):
         raise PayloadError(
-            f"the version has {spec or 'nothing'} for {wanted.name!r}, of which a part was to be "
-            f"read as one of {list(wanted.shape)}; make a new Receiver"
+            f"file {copy.file} of the version has {spec or 'nothing'} for {copy.name!r}, and its "
+            f"manifest {dtype} of {copy.shape}"
         )
     return spec
+
+
+def _missing(spec: TensorSpec | None, wanted: Wanted) -> PayloadError:
+    return PayloadError(
+        f"the version has {spec or 'nothing'} for {wanted.name!r}, of which a part was to be read "
+        f"as one of {list(wanted.shape)}; make a new Receiver"
+    )
 
 
 class PartFetch:
@@ -330,7 +373,7 @@ class PartFetch:
         pool: where objects are read.
         manifest: the version.
         notify: called by other threads whenever something has come, or cannot come.
-        parts: what is wanted.
+        parts: what is wanted; None for all of a version that ranks wrote together.
     """
 
     def __init__(
@@ -339,7 +382,7 @@ class PartFetch:
         pool: ThreadPoolExecutor,
         manifest: Manifest,
         notify: Callable[[], object],
-        parts: Parts,
+        parts: Parts | None,
     ) -> None:
         self.manifest = manifest
         self.began = time.perf_counter()
@@ -348,7 +391,13 @@ class PartFetch:
         self._notify = notify
         self._parts = parts
         self._plan: Plan | None = None
-        # For the list of what is read.
+        self._joined: JoinedHoldings | None = None
+        self._wanted: Sequence[Wanted] = () if parts is None else parts.wanted
+        self._copies: Sequence[Copy] = ()
+        # The files of which something is read, and those of them that have been opened.
+        self._needed: Sequence[int] = (0,)
+        self._sources: dict[int, Source] = {}
+        # For the list of what is read, and the files that have been opened.
         self._lock = threading.Lock()
         self._reading: list[Future[None]] = []
         self._submit(self._begin)
@@ -391,32 +440,67 @@ class PartFetch:
         future.add_done_callback(lambda _: self._notify())
 
     def _begin(self) -> None:
-        """Read the header and the list of chunks, and have the rest read."""
+        """Find out which files are needed, and have them opened."""
         manifest = self.manifest
         if manifest.base:
             raise PayloadError(
                 f"version {manifest.version} is an increment, of which no part can be read; give "
                 "Receiver a whole model, or let the trainer publish whole versions"
             )
-        first = manifest.pieces[0]
-        header = bytearray(first.nbytes)
-        self._reader.read_piece(first, memoryview(header), manifest.version)
-        layout = Layout.from_header(bytes(header))
-        listed = None
-        if manifest.chunks is not None:
-            listed = bytearray(manifest.chunks.nbytes)
-            self._reader.read_piece(manifest.chunks, memoryview(listed), manifest.version)
-        chunks = read_chunks(None if listed is None else memoryview(listed), manifest)
-        self._plan = Plan(layout, chunks, self._parts)
-        for each in self._plan.ranges:
-            self._submit(self._read, each, chunks)
+        if manifest.ranks:
+            self._joined = joined = self._reader.holdings(manifest)
+            if self._parts is None:
+                self._wanted = joined.everything()
+            for each in self._wanted:
+                position = joined.layout.index.get(each.name)
+                spec = None if position is None else joined.layout.specs[position]
+                if spec is None or spec.shape != each.shape:
+                    raise _missing(spec, each)
+            self._copies = joined.copies(self._wanted)
+            # The first rank's has the extras.
+            self._needed = sorted({0, *(each.file for each in self._copies)})
+        for number in self._needed:
+            self._submit(self._open, number)
 
-    def _read(self, each: Range, chunks: Chunks) -> None:
+    def _open(self, number: int) -> None:
+        """Read the header and the list of chunks of a file; after the last, have the rest read."""
+        file, version = self.manifest.files[number], self.manifest.version
+        header = bytearray(file.pieces[0].nbytes)
+        self._reader.read_piece(file.pieces[0], memoryview(header), version)
+        listed = None
+        # Of whole pieces, the names prove the bytes.
+        if file.chunks is not None and self._parts is not None:
+            listed = bytearray(file.chunks.nbytes)
+            self._reader.read_piece(file.chunks, memoryview(listed), version)
+        chunks = read_chunks(None if listed is None else memoryview(listed), file)
+        source = Source(Layout.from_header(bytes(header)), chunks)
+        with self._lock:
+            self._sources[number] = source
+            complete = len(self._sources) == len(self._needed)
+        if complete:
+            self._plan = plan = self._planned()
+            for each in plan.ranges:
+                self._submit(self._read, each)
+
+    def _planned(self) -> Plan:
+        if self._joined is None:
+            return Plan.of_file(self._sources[0].layout, self._sources[0].chunks, self._wanted)
+        layout = self._joined.layout
+        kinds = [
+            (each.view, layout.specs[layout.index[each.name]].dtype, shape_of(each.region))
+            for each in self._wanted
+        ]
+        aliases = layout.aliases if self._parts is None else ()
+        sources = {number: self._sources[number] for number in self._needed}
+        return Plan(sources, kinds, self._copies, aliases)
+
+    def _read(self, each: Range) -> None:
+        chunks = self._sources[each.file].chunks
         number = each.chunks[0].piece
         data = bytearray(each.stop - each.start)
         memory = memoryview(data)
         begin = each.start - chunks.begins[number - 1]
-        piece = self.manifest.pieces[number]
+        piece = chunks.pieces[number]
         self._reader.read_chunks(piece, begin, memory, each.chunks, self.manifest.version)
         each.take(memory)
 

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from sync_core import Payload
@@ -27,6 +28,7 @@ from sync_plugin_store.format import (
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Found, Listed, Objects
 from sync_plugin_store.pieces import PieceWriter
+from sync_plugin_store.records import PARTS, SESSION, pieces_of_record
 
 __all__ = ["Lease", "Publisher"]
 
@@ -76,6 +78,7 @@ class Publisher:
         grace: how long what is not kept any longer stays for those that read it, in seconds.
         streams: how many objects are written at a time.
         chunks: whether readers can check parts of a version.
+        session: of the ranks that write versions together; "" for one process that writes alone.
 
     Raises:
         ConflictError: the run that is there is another trainer's.
@@ -92,11 +95,13 @@ class Publisher:
         grace: float = 600.0,
         streams: int = 8,
         chunks: bool = False,
+        session: str = "",
     ) -> None:
         self._objects = objects
         self._key = key
         self._keep = keep
         self._grace = grace
+        self.session = session
         # Of what is not kept any longer: when it may go, and its names.
         self._leaving: deque[tuple[float, list[str]]] = deque()
         # For the head, and what is known of the store; held while both change.
@@ -167,13 +172,29 @@ class Publisher:
         if version <= self._head.version:
             raise not_newer(self._objects.url, self._head.version, version)
 
-    def commit(self, manifest: Manifest, *, address: bytes | None = None) -> str:
+    def commit(
+        self,
+        manifest: Manifest,
+        *,
+        address: bytes | None = None,
+        after: Mapping[int, int] = MappingProxyType({}),
+    ) -> str:
         """Write a manifest, the objects of which are there, and then the head; see `publish`.
 
         Args:
             manifest: of the version.
             address: what readers need to know of this run beside its versions.
+            after: versions whose pieces were not written again, by the rank that says so.
+
+        Raises:
+            StoreError: such a version is not kept any longer, or as `publish`.
         """
+        for rank, version in after.items():
+            if version not in self._head.versions:
+                raise StoreError(
+                    f"rank {rank} has not written again what it wrote of version {version}, which "
+                    "is not kept any longer; send the next version"
+                )
         data = manifest.to_bytes()
         digest = digest_of(data)
         self._objects.put(manifest_name(digest), data)
@@ -232,16 +253,18 @@ class Publisher:
     def collect(self) -> int:
         """Remove what no kept version refers to, such as parts of a publication that was cut short.
 
+        What ranks of this session have written stays, for a version that is not published yet.
         Younger objects than the grace stay. The clock is the store's: the newest object tells it.
 
         Returns:
             How many objects were removed.
         """
         with self._lock:
-            standing = self._standing()
             listed = [*self._objects.list("objects/"), *self._objects.list("manifests/")]
-            now = max((each.modified for each in listed), default=0.0)
-            old = [each for each in listed if now - each.modified > self._grace]
+            records = list(self._objects.list(PARTS))
+            now = max((each.modified for each in (*listed, *records)), default=0.0)
+            standing = self._standing() | self._standing_records(records)
+            old = [each for each in (*listed, *records) if now - each.modified > self._grace]
             gone = [each.name for each in old if each.name not in standing]
             self._delete(gone)
             return len(gone)
@@ -383,6 +406,10 @@ class Publisher:
             gone: list[str] = []
             while self._leaving and self._leaving[0][0] <= time.monotonic():
                 gone += self._leaving.popleft()[1]
+            if gone and self.session:
+                # Another rank may have written an object again meanwhile: the store knows when.
+                self.collect()
+                return
             standing = self._standing() if gone else set()
             self._delete(name for name in dict.fromkeys(gone) if name not in standing)
 
@@ -395,6 +422,18 @@ class Publisher:
             names |= {each.name for each in self._objects.list("objects/")}
         if self._head.address is not None:
             names.add(object_name(self._head.address))
+        return names
+
+    def _standing_records(self, records: Iterable[Listed]) -> set[str]:
+        """Return the names of the records of the session's ranks, and of what they refer to."""
+        names = set[str]()
+        if not self.session:
+            return names
+        for each in records:
+            if each.name == SESSION or each.name.startswith(f"{PARTS}{self.session}-"):
+                found = self._objects.look(each.name)
+                pieces = () if found is None else pieces_of_record(found.data, self._key.public)
+                names |= {each.name, *(object_name(piece.digest) for piece in pieces)}
         return names
 
     def _delete(self, names: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from sync_core import Layout
 from sync_core.errors import PayloadError, SenderLostError
 from sync_core.transports import Block
 from sync_plugin_store.chunks import Chunk
@@ -26,6 +27,7 @@ from sync_plugin_store.format import (
 from sync_plugin_store.objects import Objects, Patience
 
 if TYPE_CHECKING:
+    from sync_plugin_store.holdings import JoinedHoldings
     from sync_plugin_store.parts import PartFetch, Parts
 
 __all__ = ["ChainFetch", "Fetch", "GoneError", "RunReader", "notify"]
@@ -81,6 +83,8 @@ class RunReader:
         self.head_bytes = b""
         self._older_since: float | None = None
         self.stopped = threading.Event()
+        # What ranks have written, as it was read last.
+        self._holdings: tuple[Piece, bytes] | None = None
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-get")
 
     @property
@@ -249,8 +253,61 @@ class RunReader:
         """Start to fetch a version, and those that it needs; see `ChainFetch`."""
         return ChainFetch([self.fetch(each, notify) for each in chain])
 
+    def holdings(self, manifest: Manifest) -> JoinedHoldings:
+        """Return the parts of a version that each of its ranks has written.
+
+        Raises:
+            PayloadError: they cannot be read, or do not make up whole tensors.
+        """
+        # Loads the shards of scale, for which others need not wait.
+        from sync_plugin_store.holdings import JoinedHoldings
+
+        piece = manifest.holdings
+        assert piece is not None
+        if self._holdings is None or self._holdings[0] != piece:
+            data = bytearray(piece.nbytes)
+            self.read_piece(piece, memoryview(data), manifest.version)
+            # The same of every version of a trainer.
+            self._holdings = piece, bytes(data)
+        joined = JoinedHoldings.from_bytes(self._holdings[1])
+        if len(joined.ranks) != len(manifest.ranks):
+            raise PayloadError(
+                f"version {manifest.version} has parts of {len(manifest.ranks)} ranks, and a list "
+                f"of those of {len(joined.ranks)}"
+            )
+        return joined
+
+    def layout(self, version: int, timeout: float) -> Layout:
+        """Return the layout of whole versions.
+
+        Args:
+            version: the version; 0 for the newest, which need not be there yet.
+            timeout: how long the first version is waited for, in seconds.
+
+        Raises:
+            StoreError: there is none.
+            PayloadError: it cannot be read.
+        """
+        patience = Patience(timeout, self.stopped)
+        while (head := self.look()) is None or not head.version:
+            if not patience.pause():
+                raise StoreError(
+                    f"{self._sources[0].url} has no version after {timeout:g} s, from which to "
+                    "learn what its ranks hold; make the Receiver once the ranks have called "
+                    "send(), or give it a longer timeout="
+                )
+        manifest = self.manifest(version or head.version)
+        if manifest.ranks:
+            return self.holdings(manifest).layout
+        while 0 < manifest.base < manifest.version:
+            manifest = self.manifest(manifest.base)
+        first = manifest.pieces[0]
+        header = bytearray(first.nbytes)
+        self.read_piece(first, memoryview(header), manifest.version)
+        return Layout.from_header(bytes(header)).plain
+
     def fetch_parts(
-        self, manifest: Manifest, notify: Callable[[], object], parts: Parts
+        self, manifest: Manifest, notify: Callable[[], object], parts: Parts | None
     ) -> PartFetch:
         """Start to fetch parts of a version; see `PartFetch`."""
         # Loads the shards of scale, for which others need not wait.

@@ -135,7 +135,7 @@ class ReadingReceiver(ReceiverTransport):
                 )
         if not chain:
             return
-        if self._parts is None:
+        if self._parts is None and not chain[-1].ranks:
             self._fetch = self._reader.fetch_chain(chain, lambda: notify(self._changed))
         else:
             self._fetch = self._reader.fetch_parts(

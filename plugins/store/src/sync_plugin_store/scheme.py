@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sync_core import (
     Address,
@@ -31,6 +31,7 @@ from sync_plugin_std.stores import store_transport
 from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects, open_all, open_objects
+from sync_plugin_store.pieces import PieceWriter
 from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.reading import ReadingReceiver
@@ -44,6 +45,9 @@ from sync_plugin_store.transport import (
     RecordStore,
     StoreEndpoint,
 )
+
+if TYPE_CHECKING:
+    from sync_plugin_scale import Holding
 
 __all__ = ["StoreOptions", "StoreScheme"]
 
@@ -137,13 +141,18 @@ class StoreScheme:
     def resolve(self, address: Address, model: Any, timeout: float) -> tuple[Address, Any]:
         """Return an address and a model of parts, where the model has parts of the trainer's.
 
+        The address of a rank has no layout: that of the run's newest version is read.
+
         Raises:
+            StoreError: the run has no version within the timeout.
             OptionError: a layer works on whole tensors alone.
             LayoutMismatchError: the model does not fit the trainer's.
         """
         # Loads the shards of scale, for which others need not wait.
         from sync_plugin_store.parts import is_divided
 
+        if not address.layout.specs:
+            address = _laid_out(address, timeout)
         if not is_divided(model):
             return address, model
         try:
@@ -153,6 +162,24 @@ class StoreScheme:
                 _refuse(address, error, timeout)
             raise
 
+    def create_rank(self, context: TransportContext, holding: Holding) -> SenderTransport | None:
+        """Return the side of one rank of a trainer, which all write each version together.
+
+        Any scheme that publishes can have such a method; `sync_plugin_scale.Sharded` calls it.
+
+        Args:
+            context: of the rank's sender; its layout has the parts that the rank holds.
+            holding: which parts these are.
+
+        Returns:
+            None where readers answer, so that each of them asks each rank for its parts.
+
+        Raises:
+            OptionError: the ranks could not write one run.
+        """
+        options = context.parse_options(StoreOptions)
+        return None if options.answers else _rank(context, holding, options)
+
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """Return the sender's or a receiver's side."""
@@ -160,6 +187,21 @@ class StoreScheme:
         if context.side == "sender":
             return _sender(context, options)
         return _receiver(context, options)
+
+
+def _laid_out(address: Address, timeout: float) -> Address:
+    """Return the address of a rank with the layout of whole versions."""
+    endpoint: StoreEndpoint = address.endpoint
+    run = endpoint.run or None
+    reader = RunReader(open_all(endpoint.urls, timeout), endpoint.key, run, timeout=timeout)
+    with closing(reader):
+        layout = reader.layout(endpoint.version, timeout)
+    return replace(
+        address,
+        layout=layout,
+        source_layout=layout,
+        layouts=tuple(layout for _ in address.layouts),
+    )
 
 
 def _divided(address: Address, model: Any) -> tuple[Address, Any]:
@@ -257,6 +299,80 @@ def _sender_in(
         raise
 
 
+def _rank(context: TransportContext, holding: Holding, options: StoreOptions) -> SenderTransport:
+    # Loads the shards of scale, for which others need not wait.
+    from sync_plugin_store.first_rank import FirstRank
+    from sync_plugin_store.later_rank import LaterRank
+
+    _check_rank(holding, options)
+    assert options.url is not None
+    assert options.key is not None
+    key = SigningKey.of_file(Path(options.key))
+    objects = open_objects(options.url, context.timeout)
+    chunks = options.chunks if options.chunks is not None else not objects.near
+    piece_nbytes = round(options.piece_mb * (1 << 20))
+    waiting = {"timeout": context.timeout, "poll": options.poll_of(objects)}
+    if holding.rank:
+        writer = PieceWriter(
+            objects, piece_nbytes=piece_nbytes, streams=options.streams, chunks=chunks
+        )
+        return LaterRank(objects, key, holding, writer, **waiting)
+    publisher = Publisher(
+        objects,
+        key,
+        keep=options.keep,
+        piece_nbytes=piece_nbytes,
+        # What another rank writes now is younger.
+        grace=max(options.grace, context.timeout),
+        streams=options.streams,
+        chunks=chunks,
+        session=secrets.token_hex(16),
+    )
+    endpoint = StoreEndpoint(urls=[options.url], key=key.public, run=publisher.run)
+
+    def address(layout: Layout) -> bytes | None:
+        return _address_maker(context, endpoint, scheme=context.scheme, layout=layout)()
+
+    try:
+        publisher.collect()
+        return FirstRank(
+            objects, key, holding, publisher, endpoint=endpoint, make_address=address, **waiting
+        )
+    except BaseException:
+        publisher.close()
+        raise
+
+
+def _check_rank(holding: Holding, options: StoreOptions) -> None:
+    """Raise `OptionError` for options with which ranks cannot write one run."""
+    example = "Sender(Sharded('store', rank, size), model, url='s3://bucket/run', key='FILE')"
+    if options.url is None or "{run}" in options.url:
+        raise OptionError(
+            f"the ranks of a trainer write one run, so each needs the same url=, without {{run}}, "
+            f"got {options.url!r}; type {example}"
+        )
+    if options.url.startswith(("http://", "https://")):
+        raise OptionError(
+            f"url={options.url!r} can be read and not written; give the trainer the directory or "
+            "the bucket behind it"
+        )
+    if options.key is None:
+        raise OptionError(
+            f"the ranks of a trainer sign one run, so each needs the same key; type {example}, "
+            "with copies of one file on every machine"
+        )
+    if options.anchor_every is not None:
+        raise OptionError(
+            "anchor_every= is for a trainer of one process; leave it out, as ranks write whole "
+            "versions, and no piece that did not change"
+        )
+    if holding.verified:
+        raise OptionError(
+            "readers of a run check each byte by its SHA-256, and no other checksums are written "
+            "by ranks; leave the layer that adds them out of layers="
+        )
+
+
 def _receiver(context: TransportContext, options: StoreOptions) -> ReceiverTransport:
     endpoint: StoreEndpoint = context.endpoint
     sources = open_all(endpoint.urls, context.timeout)
@@ -311,9 +427,20 @@ class _AnsweringReceiver(WrappingReceiver):
 
 
 def _address_maker(
-    context: TransportContext, endpoint: StoreEndpoint
+    context: TransportContext,
+    endpoint: StoreEndpoint,
+    *,
+    scheme: Any = None,
+    layout: Layout | None = None,
 ) -> Callable[[], bytes | None]:
-    """Return what makes the address of any reader, as JSON; it has no token of the sender's."""
+    """Return what makes the address of any reader, as JSON; it has no token of the sender's.
+
+    Args:
+        context: of the sender.
+        endpoint: of readers.
+        scheme: theirs, where it is not the sender's.
+        layout: of whole versions, where the sender has parts of them.
+    """
     make = context.make_address
 
     def address() -> bytes | None:
@@ -321,6 +448,11 @@ def _address_maker(
             return None
         token = hashlib.sha256(endpoint.run.encode()).hexdigest()[:32]
         made = replace(make(worker_id=0, endpoint=endpoint), token=token, options={})
+        if layout is not None:
+            layouts = tuple(layout for _ in made.layouts)
+            made = replace(
+                made, scheme=scheme, layout=layout, source_layout=layout, layouts=layouts
+            )
         try:
             return made.to_json().encode()
         except AddressError as error:

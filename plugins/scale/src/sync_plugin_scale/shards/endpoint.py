@@ -243,7 +243,7 @@ def _held(value: Any) -> HeldTensor:
     )
     ends = shape if shape is not None else [stop for _, stop in region]
     if len(ends) != len(region) or any(r[1] > end for r, end in zip(region, ends, strict=True)):
-        raise ValueError
+        raise ValueError(f"{name!r:.100} has no {region!r:.100}, as its shape is {ends!r:.100}")
     return HeldTensor(name, dtype, region, shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -31,6 +31,10 @@ class Sharded(WrappingScheme):
     Each rank makes a sender; `send` has no collective. Each worker takes what it needs of all
     ranks, from the address that `join_addresses` makes. Modules are read by their `state_dict`.
 
+    A scheme that publishes for readers which the trainer does not know, such as ``store``, has the
+    method ``create_rank(context, holding)``. Without ``num_workers``, all ranks then write each
+    version together; `Sender.address` of any rank is the address of all readers.
+
     Args:
         inner: the scheme that carries the parts.
         rank: the rank of this process.
@@ -54,7 +58,7 @@ class Sharded(WrappingScheme):
     wrapper: ClassVar[str] = "sharded"
     keeps: ClassVar[frozenset[str]] = frozenset(
         {"background", "broadcast", "compares", "cross_host", "cross_process", "descriptors"}
-        | {"late_join", "pull"}
+        | {"late_join", "publishes", "pull"}
     )
     adds: ClassVar[frozenset[str]] = frozenset({"joined"})
 
@@ -90,6 +94,17 @@ class Sharded(WrappingScheme):
             )
         return found
 
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Those of the inner scheme that are kept; it publishes where it has ``create_rank``."""
+        found = super().capabilities
+        return found if self._create_rank is not None else found - {"publishes"}
+
+    @property
+    def _create_rank(self) -> Callable[[TransportContext, Holding], SenderTransport | None] | None:
+        found: Any = getattr(self.plugin.object, "create_rank", None)
+        return found if "publishes" in self.plugin.capabilities else None
+
     @cached_property
     def _shards(self) -> LocalShards:
         """Reads the model of one sender; see `bind`."""
@@ -117,6 +132,8 @@ class Sharded(WrappingScheme):
         from sync_plugin_scale.shards.receiver import join, refuse
 
         endpoint = address.endpoint
+        if not isinstance(endpoint, ShardEndpoint) and self._create_rank is not None:
+            return self._resolve_published(address, model, timeout)
         if not isinstance(endpoint, ShardEndpoint):
             raise AddressError(
                 f"the endpoint of an address of {self.name} must be a ShardEndpoint, got a "
@@ -133,6 +150,21 @@ class Sharded(WrappingScheme):
             refuse(address, self, error, timeout)
             raise
 
+    def _resolve_published(
+        self, address: Address, model: Any, timeout: float
+    ) -> tuple[Address, Any]:
+        """Let the inner scheme find out what all ranks publish: the layout is one rank's."""
+        unknown = Layout(())
+        address = replace(address, scheme=self.inner, layout=unknown, source_layout=unknown)
+        resolve = getattr(self.plugin.object, "resolve", None)
+        if resolve is None:
+            raise OptionError(
+                f"{self.plugin.describe()} has create_rank() and no resolve(), by which a reader "
+                "finds out what the ranks publish; add that to the scheme"
+            )
+        resolved: tuple[Address, Any] = resolve(address, model, timeout)
+        return resolved
+
     def inner_rank(
         self, context: TransportContext, rank: RankEndpoint, **changed: Any
     ) -> ReceiverTransport:
@@ -147,10 +179,14 @@ class Sharded(WrappingScheme):
 
     def endpoint_to_json(self, endpoint: Any) -> Any:
         """Return what the ranks hold, and their endpoints, as plain values."""
+        if not isinstance(endpoint, ShardEndpoint):
+            return super().endpoint_to_json(endpoint)
         return endpoint.to_json(super().endpoint_to_json)
 
-    def endpoint_from_json(self, value: Any) -> ShardEndpoint:
+    def endpoint_from_json(self, value: Any) -> Any:
         """Return the endpoint that `endpoint_to_json` wrote."""
+        if isinstance(value, dict) and self._create_rank is not None:
+            return super().endpoint_from_json(value)
         endpoint = ShardEndpoint.from_json(value, super().endpoint_from_json)
         if endpoint.ranks[0].holding.size != self.size:
             raise AddressError(f"the endpoint of an address of {self.name} has other ranks")
@@ -171,7 +207,13 @@ class Sharded(WrappingScheme):
                 "Sharded('increments::dist', rank, size)"
             )
         assert context.layout is not None
-        return ShardedSender(context, self, self._holding(context.layout, context.layers))
+        holding = self._holding(context.layout, context.layers)
+        create_rank = self._create_rank
+        if create_rank is not None and not context.worker_ids:
+            found = create_rank(replace(context, scheme=self.plugin.name), holding)
+            if found is not None:
+                return found
+        return ShardedSender(context, self, holding)
 
     def create_receiver(self, context: TransportContext) -> ReceiverTransport:
         """Make a receiver's side, which runs in the thread that commits."""

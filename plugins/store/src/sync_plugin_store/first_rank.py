@@ -1,0 +1,229 @@
+"""The first rank of a sharded trainer: it publishes what all ranks have written."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from sync_core import (
+    Delivery,
+    Layout,
+    Payload,
+)
+from sync_core.errors import PayloadError
+from sync_plugin_scale import Holding
+from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
+from sync_plugin_store.format import Manifest, Piece, digest_of
+from sync_plugin_store.holdings import (
+    file_layout,
+)
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import Objects
+from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.ranks import HINT, JoinedSession, Rank, write_ranks
+from sync_plugin_store.records import (
+    PARTS,
+    SESSION,
+    RankPart,
+    Session,
+)
+from sync_plugin_store.transport import StoreEndpoint
+
+__all__ = ["FirstRank"]
+
+_log = logging.getLogger("sync_core")
+# The name of the record of a part: its session, version and rank.
+_PART = re.compile(rf"{PARTS}([0-9a-f]{{32}})-([0-9]{{1,19}})-([0-9]{{1,9}})\.json")
+# The reason for which a version was given up is shortened to so many characters.
+_LONGEST_REASON = 1000
+
+
+class FirstRank(Rank):
+    """The rank that publishes versions, once all ranks have written their parts.
+
+    Args:
+        objects: where the run is.
+        key: signs the run, and the records of the ranks.
+        holding: what this rank holds.
+        publisher: writes the run.
+        endpoint: of readers.
+        make_address: makes the address of the run from the layout of whole versions.
+        timeout: how long the other ranks are waited for, in seconds.
+        poll: the most seconds between two looks for their records.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        key: SigningKey,
+        holding: Holding,
+        publisher: Publisher,
+        *,
+        endpoint: StoreEndpoint,
+        make_address: Callable[[Layout], bytes | None],
+        timeout: float,
+        poll: float,
+    ) -> None:
+        super().__init__(objects, key, holding, publisher.writer, timeout=timeout, poll=poll)
+        self._publisher = publisher
+        self._endpoint = endpoint
+        self._make_address = make_address
+        self._address: bytes | None = None
+        # Of what all ranks write, which is written with the first version.
+        self._piece: Piece | None = None
+        self._session = Session(publisher.run, publisher.session, self._size)
+        standing = objects.look(SESSION)
+        self._tag = None if standing is None else standing.tag
+        self._write_session()
+        # Ranks that have not found this session yet write their records again when they do.
+        self._remove_parts(0)
+        self.write_holding(self._session)
+
+    def address(self, worker_id: int) -> StoreEndpoint:
+        """Return the endpoint of any reader."""
+        del worker_id
+        return self._endpoint
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
+        """Publish a version; it can be read when this returns.
+
+        Raises:
+            StoreError: a rank has not written its part, or the store failed; readers keep what
+                they have.
+            ConflictError: another trainer has written to the run.
+        """
+        del worker_ids
+        deadline = time.monotonic() + self._timeout
+        self._publisher.check_newer(payload.version)
+        try:
+            self._publish(payload, deadline)
+        except Exception as error:
+            self._give_up(payload.version, error)
+            raise
+        self._remove_parts(payload.version)
+        return {}
+
+    def close(self) -> None:
+        """Write that the sender has closed."""
+        self._closing.set()
+        self._publisher.close()
+
+    def _publish(self, payload: Payload, deadline: float) -> None:
+        joined = self.wait_for(lambda: self.join(self._session), deadline)
+        if joined is None:
+            raise StoreError(
+                f"{write_ranks(self.missing_holdings())} of {self._size} did not begin within "
+                f"{self._timeout:g} s, and version {payload.version} was not published; {HINT}"
+            )
+        known = self._publisher.known
+        file = self._writer.write(self.part_of(payload, joined), known)
+        parts = self._wait_for_parts(payload.version, joined, deadline)
+        if self._piece is None or self._piece.digest not in known:
+            self._piece = self._writer.write_object(joined.data, known)
+        if self._address is None:
+            self._address = self._make_address(joined.holdings.layout)
+        manifest = Manifest(
+            run=self._publisher.run,
+            version=payload.version,
+            created=round(time.time(), 3),
+            ranks=(file, *(parts[rank].file for rank in range(1, self._size))),
+            holdings=self._piece,
+        )
+        after = {rank: part.after for rank, part in parts.items() if part.after}
+        self._publisher.commit(manifest, address=self._address, after=after)
+
+    def _wait_for_parts(
+        self, version: int, joined: JoinedSession, deadline: float
+    ) -> Mapping[int, RankPart]:
+        found: dict[int, RankPart] = {}
+        others: dict[int, int] = {}
+
+        def look() -> bool | None:
+            for listed in self._objects.list(PARTS) if self._size > 1 else ():
+                match = _PART.fullmatch(listed.name)
+                if match is None or match[1] != self._session.session:
+                    continue
+                sent, rank = int(match[2]), int(match[3])
+                if sent != version:
+                    others[rank] = sent
+                elif 0 < rank < self._size and rank not in found:
+                    part = self._read_part(listed.name, rank, version, joined)
+                    if part is not None:
+                        found[rank] = part
+            return True if len(found) == self._size - 1 else None
+
+        if self.wait_for(look, deadline) is None:
+            missing = [rank for rank in range(1, self._size) if rank not in found]
+            sent = [f"rank {r} has sent version {others[r]}" for r in missing if r in others]
+            raise StoreError(
+                f"version {version} was not published, as {write_ranks(missing)} of {self._size} "
+                f"did not write a part of it within {self._timeout:g} s; "
+                f"{', '.join(sent) + '; ' if sent else ''}{HINT}"
+            )
+        return found
+
+    def _read_part(
+        self, name: str, rank: int, version: int, joined: JoinedSession
+    ) -> RankPart | None:
+        found = self._objects.look(name)
+        if found is None:
+            return None
+        try:
+            part = RankPart.from_bytes(found.data, self._key.public)
+        except SignatureError as error:
+            raise SignatureError(
+                f"the part of rank {rank} in {self._objects.url} is not signed with the key of the "
+                "run; give every rank the same file, Sender(…, key='FILE'), and let nobody else "
+                "write there"
+            ) from error
+        written = joined.holdings.ranks[rank]
+        layout = file_layout(written)
+        about = (part.run, part.session, part.rank, part.version)
+        if about != (self._session.run, self._session.session, rank, version):
+            raise PayloadError(f"the record {name} is that of another rank or version: {about}")
+        header = Piece(digest_of(layout.header), len(layout.header))
+        if part.holdings != joined.digest or part.file.pieces[0] != header:
+            raise PayloadError(
+                f"rank {rank} has written other tensors than it held at first; make a new Sender "
+                "on every rank"
+            )
+        if part.file.nbytes != layout.nbytes:
+            raise PayloadError(
+                f"rank {rank} has written {part.file.nbytes} bytes of version {version}, and its "
+                f"tensors have {layout.nbytes}"
+            )
+        return part
+
+    def _write_session(self) -> None:
+        try:
+            self._tag = self._objects.swap(SESSION, self._session.to_bytes(self._key), self._tag)
+        except ConflictError as error:
+            raise ConflictError(
+                f"another trainer writes to the run in {self._objects.url}; end it, or give one of "
+                "them another url"
+            ) from error
+
+    def _give_up(self, version: int, error: Exception) -> None:
+        """Tell the other ranks that a version will not be published."""
+        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        self._session = replace(self._session, given_up=version, reason=reason)
+        try:
+            self._write_session()
+        except StoreError as failed:
+            _log.warning("the other ranks wait for version %d in vain: %s", version, failed)
+
+    def _remove_parts(self, version: int) -> None:
+        """Remove the records of versions up to this one, and those of sessions that have ended."""
+        ours = f"{PARTS}{self._session.session}-"
+        try:
+            for listed in tuple(self._objects.list(PARTS)):
+                match = _PART.fullmatch(listed.name)
+                published = match is not None and int(match[2]) <= version
+                ended = listed.name != SESSION and not listed.name.startswith(ours)
+                if published or ended:
+                    self._objects.delete(listed.name)
+        except StoreError as error:
+            _log.warning("parts of version %d stay in %s: %s", version, self._objects.url, error)

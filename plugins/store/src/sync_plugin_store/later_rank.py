@@ -1,0 +1,237 @@
+"""The other ranks of a sharded trainer: they write their parts, and wait for the first rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sync_core import (
+    Delivery,
+    LayoutMismatchError,
+    Payload,
+    SyncError,
+)
+from sync_core.errors import PayloadError
+from sync_plugin_scale import Holding
+from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
+from sync_plugin_store.format import File
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import Objects
+from sync_plugin_store.pieces import PieceWriter
+from sync_plugin_store.publisher import not_newer
+from sync_plugin_store.ranks import HINT, JoinedSession, Rank, write_ranks
+from sync_plugin_store.reader import RunReader
+from sync_plugin_store.records import (
+    SESSION,
+    RankPart,
+    Session,
+    part_name,
+)
+from sync_plugin_store.transport import StoreEndpoint
+
+__all__ = ["LaterRank"]
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Notices when the first rank gives a version up.
+
+    Args:
+        version: the version.
+        session: the session that was seen last.
+        given_up: the version that had been given up when that was first seen: by a send before
+            this one, perhaps of a trainer that has ended.
+    """
+
+    version: int
+    session: str = ""
+    given_up: int = 0
+
+    def look_at(self, session: Session) -> None:
+        """Raise `StoreError` where the version was given up since the session was first seen."""
+        if session.session != self.session:
+            self.session, self.given_up = session.session, session.given_up
+        if session.given_up == self.version != self.given_up:
+            raise StoreError(
+                f"version {self.version} was not published, as rank 0 has given it up: "
+                f"{session.reason}"
+            )
+
+
+class LaterRank(Rank):
+    """A rank that writes its parts, and waits until the first rank has published them.
+
+    Args:
+        objects: where the run is.
+        key: signs the records; that of the run.
+        holding: what this rank holds.
+        writer: writes the pieces.
+        timeout: how long the other ranks are waited for, in seconds.
+        poll: the most seconds between two looks for what they have written.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        key: SigningKey,
+        holding: Holding,
+        writer: PieceWriter,
+        *,
+        timeout: float,
+        poll: float,
+    ) -> None:
+        super().__init__(objects, key, holding, writer, timeout=timeout, poll=poll)
+        self._reader = RunReader([objects], key.public, timeout=timeout, streams=1)
+        self._session: Session | None = None
+        self._tag: str | None = None
+        # The session with which a version was published.
+        self._bound = ""
+        # The newest version that has this rank's part, and the digests of that.
+        self._last, self._known = 0, frozenset[str]()
+        # The reason for which the parts of all ranks do not make up a model.
+        self._mismatch: LayoutMismatchError | None = None
+        # The other ranks learn early what this one holds.
+        self._look_session()
+
+    def address(self, worker_id: int) -> StoreEndpoint:
+        """Return the endpoint of any reader."""
+        del worker_id
+        run = "" if self._session is None else self._session.run
+        return StoreEndpoint(urls=[self._objects.url], key=self._key.public, run=run)
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
+        """Write this rank's part of a version; it can be read when this returns.
+
+        Raises:
+            StoreError: the first rank has not published the version, or the store failed.
+            ConflictError: another trainer has written to the run.
+        """
+        del worker_ids
+        deadline = time.monotonic() + self._timeout
+        version = payload.version
+        head = self._reader.look()
+        if head is not None and head.version >= version:
+            raise not_newer(self._objects.url, head.version, version)
+        after = self._last if head is not None and self._last in head.versions else 0
+        watch = _Watch(version)
+        joined = self.wait_for(lambda: self._look_joined(watch), deadline)
+        if joined is None:
+            raise self._not_begun(version)
+        file = self._writer.write(self.part_of(payload, joined), self._known if after else ())
+        self._settle(watch, after, joined, file, deadline)
+        return {}
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closing.set()
+        self._reader.close()
+        self._writer.close()
+
+    def _settle(
+        self, watch: _Watch, after: int, joined: JoinedSession, file: File, deadline: float
+    ) -> None:
+        """Write the record of a part, and wait until the version is published."""
+        version, answered = watch.version, ""
+
+        def look() -> bool | None:
+            nonlocal answered
+            now = self._look_joined(watch)
+            if now is not None and now.session != answered:
+                if now.digest != joined.digest:
+                    raise ConflictError(
+                        "the ranks hold other parts of the model than before; make a new Sender on "
+                        "every rank"
+                    )
+                answered = now.session
+                self._write_part(version, after, now, file)
+            head = self._reader.look()
+            return True if head is not None and head.version >= version else None
+
+        if self.wait_for(look, deadline) is None:
+            raise StoreError(
+                f"rank {self._rank} has written its part of version {version}, and rank 0 did not "
+                f"publish the version within {self._timeout:g} s; see its error: {HINT}"
+            )
+        try:
+            manifest = self._reader.manifest(version)
+            ours = manifest.ranks[self._rank : self._rank + 1] == (file,)
+        except PayloadError as error:
+            raise self._taken_over(version) from error
+        if not ours:
+            raise self._taken_over(version)
+        self._bound = answered
+        self._last = version
+        self._known = frozenset(piece.digest for piece in file.objects)
+
+    def _write_part(self, version: int, after: int, joined: JoinedSession, file: File) -> None:
+        assert self._session is not None
+        session, run = joined.session, self._session.run
+        part = RankPart(run, session, self._rank, version, after, joined.digest, file)
+        self._objects.put(part_name(session, version, self._rank), part.to_bytes(self._key))
+
+    def _look_joined(self, watch: _Watch) -> JoinedSession | None:
+        """Return the parts that all ranks write; None while some have not begun.
+
+        Raises:
+            StoreError: the first rank has given the version up.
+        """
+        session = self._look_session()
+        if session is None:
+            return None
+        watch.look_at(session)
+        try:
+            return self.join(session)
+        except LayoutMismatchError as error:
+            # In a session that has ended, ranks may have held something else.
+            self._mismatch = error
+            return None
+
+    def _look_session(self) -> Session | None:
+        """Return the session; tell its ranks what this one holds where it is a new one."""
+        found = self._objects.look(SESSION, self._tag)
+        if found is None:
+            return self._session
+        try:
+            session = Session.from_bytes(found.data, self._key.public)
+        except SignatureError as error:
+            raise SignatureError(
+                f"the session in {self._objects.url} is not signed with this rank's key; give "
+                "every rank the same file, Sender(…, key='FILE')"
+            ) from error
+        if self._bound and session.session != self._bound:
+            raise ConflictError(
+                f"the first rank of the trainer in {self._objects.url} has begun again, or is "
+                "another trainer's; make a new Sender on every rank"
+            )
+        new = self._session is None or session.session != self._session.session
+        if new and session.size != self._size:
+            # One that has ended may have had other ranks.
+            return None
+        if new:
+            self._mismatch = None
+            self.write_holding(session)
+        self._session, self._tag = session, found.tag
+        return session
+
+    def _not_begun(self, version: int) -> SyncError:
+        if self._mismatch is not None:
+            return self._mismatch
+        found = self._objects.look(SESSION)
+        if found is None:
+            what = "rank 0 did not begin"
+        elif self._session is None:
+            size = Session.from_bytes(found.data, self._key.public).size
+            what = f"rank 0 is of {size} ranks, and not of {self._size}, and nothing changed that"
+        else:
+            what = f"{write_ranks(self.missing_holdings())} of {self._size} did not begin"
+        return StoreError(
+            f"{what} within {self._timeout:g} s, and rank {self._rank} has written nothing of "
+            f"version {version}; {HINT}"
+        )
+
+    def _taken_over(self, version: int) -> ConflictError:
+        return ConflictError(
+            f"version {version} in {self._objects.url} has no part of rank {self._rank} of this "
+            "trainer: another one writes to the run; end it, or give one of them another url"
+        )

@@ -1,0 +1,208 @@
+"""One rank of a sharded trainer, which writes its part of each version of a run.
+
+Each rank writes the pieces of its part, and a record of them. The first rank waits for the records
+of all, and writes the one manifest and the head. The others wait until the head has the version.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sync_core import (
+    ClosedError,
+    Layout,
+    OptionError,
+    Payload,
+    SenderTransport,
+)
+from sync_core.errors import PayloadError
+from sync_plugin_scale import Holding
+from sync_plugin_store.format import digest_of, object_name
+from sync_plugin_store.holdings import (
+    JoinedHoldings,
+    assign,
+    file_layout,
+    read_holdings,
+    write_holdings,
+)
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import Objects
+from sync_plugin_store.pieces import PieceWriter
+from sync_plugin_store.records import (
+    RankHolding,
+    Session,
+    holding_name,
+)
+
+__all__ = ["HINT", "JoinedSession", "Rank", "write_ranks"]
+
+_Found = TypeVar("_Found")
+# From one look for another rank's record to the next, in seconds; doubled up to ``poll``.
+_FIRST_PAUSE = 0.005
+# What a rank holds is described in less, in bytes.
+_LONGEST_HOLDING = 64 << 20
+#: What to ask where ranks wait for each other in vain.
+HINT = "does each rank call send(), with the same version and the same url?"
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSession:
+    """The parts that all ranks of a session write.
+
+    Args:
+        session: the session.
+        holdings: the parts.
+        data: the same, as bytes.
+        digest: their digest.
+    """
+
+    session: str
+    holdings: JoinedHoldings
+    data: bytes
+    digest: str
+
+
+class Rank(SenderTransport):
+    """One rank of a trainer.
+
+    Args:
+        objects: where the run is.
+        key: signs the records; the same on all ranks.
+        holding: what this rank holds.
+        writer: writes the pieces.
+        timeout: how long the other ranks are waited for, in seconds.
+        poll: the most seconds between two looks for their records.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        key: SigningKey,
+        holding: Holding,
+        writer: PieceWriter,
+        *,
+        timeout: float,
+        poll: float,
+    ) -> None:
+        self._objects = objects
+        self._key = key
+        self._holding = holding
+        self._writer = writer
+        self._timeout = timeout
+        self._poll = poll
+        self._rank, self._size = holding.rank, holding.size
+        self._joined: JoinedSession | None = None
+        self._holdings: dict[int, Holding] = {}
+        self._closing = threading.Event()
+
+    def add_worker(self, worker_id: int, worker: Any = None) -> None:
+        """Raise `OptionError`: readers that do not answer have no places."""
+        del worker_id, worker
+        raise OptionError(
+            "this sender publishes for readers that it does not know; give each of them "
+            "sender.address(), or let readers answer: Sender(Sharded('store', …), …, "
+            "num_workers=0, answers=URL)"
+        )
+
+    def remove_worker(self, worker_id: int) -> None:
+        """Do nothing: there is none."""
+
+    def wait_for(self, look: Callable[[], _Found | None], deadline: float) -> _Found | None:
+        """Return what a function returns as soon as that is not None; None after the deadline.
+
+        Raises:
+            ClosedError: this sender was closed meanwhile.
+        """
+        pause = min(_FIRST_PAUSE, self._poll)
+        while (found := look()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None
+            if self._closing.wait(min(pause, left)):
+                raise ClosedError("the sender is closed")
+            pause = min(2 * pause, self._poll)
+        return found
+
+    def write_holding(self, session: Session) -> None:
+        """Tell the other ranks of a session what this one holds."""
+        self._joined, self._holdings = None, {self._rank: self._holding}
+        data = write_holdings([self._holding])
+        record = RankHolding(
+            session.run, session.session, self._rank, self._writer.write_object(data)
+        )
+        name = holding_name(session.session, self._rank)
+        self._objects.put(name, record.to_bytes(self._key))
+
+    def join(self, session: Session) -> JoinedSession | None:
+        """Return the parts that all ranks write; None while some have not begun.
+
+        Raises:
+            LayoutMismatchError: the ranks hold different models, or not a whole one.
+        """
+        if self._joined is not None and self._joined.session == session.session:
+            return self._joined
+        for rank in self.missing_holdings():
+            holding = self._read_holding(session, rank)
+            if holding is not None:
+                self._holdings[rank] = holding
+        if self.missing_holdings():
+            return None
+        holdings = assign([self._holdings[rank] for rank in range(self._size)])
+        data = holdings.to_bytes()
+        self._joined = JoinedSession(session.session, holdings, data, digest_of(data))
+        return self._joined
+
+    def _read_holding(self, session: Session, rank: int) -> Holding | None:
+        found = self._objects.look(holding_name(session.session, rank))
+        if found is None:
+            return None
+        record = RankHolding.from_bytes(found.data, self._key.public)
+        if (record.run, record.session, record.rank) != (session.run, session.session, rank):
+            raise PayloadError(f"the record of rank {rank} in {self._objects.url} is another's")
+        if record.holding.nbytes > _LONGEST_HOLDING:
+            raise PayloadError(f"rank {rank} holds what takes {record.holding.nbytes} bytes to say")
+        found = self._objects.look(object_name(record.holding.digest))
+        if found is None or digest_of(found.data) != record.holding.digest:
+            raise PayloadError(
+                f"the object in which rank {rank} says what it holds is missing or has other "
+                "bytes; make a new Sender on every rank"
+            )
+        (holding,) = read_holdings(found.data)
+        if (holding.rank, holding.size) != (rank, self._size):
+            raise PayloadError(
+                f"rank {rank} of {self._size} says that it is rank {holding.rank} of {holding.size}"
+            )
+        return holding
+
+    def missing_holdings(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self._holdings]
+
+    def part_of(self, payload: Payload, joined: JoinedSession) -> Payload:
+        """Return what this rank writes of a version; the first also writes the extras."""
+        position = {tensor.name: i for i, tensor in enumerate(self._holding.tensors)}
+        written = joined.holdings.ranks[self._rank]
+        tensors = [payload.tensors[position[tensor.name]] for tensor in written.tensors]
+        layout = file_layout(written)
+        extras = payload.layout.specs[len(self._holding.tensors) :]
+        if extras and not self._rank:
+            specs = [(s.name, s.dtype, s.shape) for s in (*layout.specs, *extras)]
+            layout = Layout.of_kinds(specs)
+            tensors += payload.tensors[len(self._holding.tensors) :]
+        return Payload(payload.version, layout, tensors, packing=payload.packing)
+
+
+def write_ranks(ranks: Collection[int]) -> str:
+    """Name some ranks.
+
+    Example:
+        >>> write_ranks([1, 3])
+        'ranks 1 and 3'
+    """
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}" if names else "no rank"
