@@ -129,13 +129,13 @@ def test_any_reader_gets_its_bits_from_any_ranks(data: Any, model: Any, piece: i
             for n in tensor.shape
         )
         wanted.append(Wanted(f"part of {name}", name, region, tuple(tensor.shape)))
-    for some in (wanted, joined.everything()):
+    for some in (wanted, list(joined.everything())):
         copies = joined.copies(some)
         needed = sorted({0, *(each.file for each in copies)})
         kinds = [(w.view, tensors[w.name].dtype, tuple(b - a for a, b in w.region)) for w in some]
         plan = Plan({number: files[number][0] for number in needed}, kinds, copies)
-        for each in plan.ranges:
-            each.take(memoryview(files[each.file][1])[each.start : each.stop])
+        for read in plan.ranges:
+            read.take(memoryview(files[read.file][1])[read.start : read.stop])
         views = plan.block.views(plan.layout)
         for w, view in zip(some, views, strict=True):
             assert torch.equal(view, take(tensors[w.name], w.region)), w

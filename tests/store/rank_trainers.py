@@ -1,0 +1,142 @@
+"""Trainers of several ranks, in threads or as processes: python -m ... DIRECTORY RANK SIZE ….
+
+Each rank holds rows of ``weight``; all hold ``bias``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sync_core import Sender, SendReport
+from sync_core.models import Region
+from sync_plugin_scale import Sharded
+from sync_plugin_store.objects import Directory
+
+ROWS, COLUMNS = 64, 32
+
+
+def rows_of(rank: int, size: int) -> Region:
+    step = -(-ROWS // size)
+    return ((min(rank * step, ROWS), min((rank + 1) * step, ROWS)), (0, COLUMNS))
+
+
+def weights(version: float) -> dict[str, Tensor]:
+    """The whole model at a version."""
+    weight = torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS) + 10_000 * version
+    return {"weight": weight, "bias": torch.full((5,), float(version))}
+
+
+def shard(version: float, rank: int, size: int) -> dict[str, Tensor]:
+    """What a rank holds of it."""
+    whole = weights(version)
+    (first, last), _ = rows_of(rank, size)
+    return {"weight": whole["weight"][first:last].clone(), "bias": whole["bias"]}
+
+
+def rank_sender(directory: Path, rank: int, size: int, **options: Any) -> Sender:
+    """The sender of one rank."""
+    (first, last), columns = rows_of(rank, size)
+    regions = {"weight": ((first, last, ROWS), (*columns, COLUMNS))}
+    given = {"url": str(directory / "run"), "key": str(directory / "key.pem"), "timeout": 30.0}
+    return Sender(
+        Sharded("store", rank, size, regions=regions),
+        shard(0, rank, size),
+        **{**given, **options},
+    )
+
+
+def transport_of(sender: Sender) -> Any:
+    """What writes the parts of a rank."""
+    return sender._pipeline.opened
+
+
+class Trainer:
+    """The senders of all ranks, in threads.
+
+    Args:
+        senders: in the order of the ranks.
+    """
+
+    def __init__(self, senders: list[Sender]) -> None:
+        self.senders = senders
+        self.size = len(senders)
+
+    def send(self, values: float, **arguments: Any) -> list[SendReport | BaseException]:
+        """Send a version from all ranks at once; return the reports, or what was raised."""
+        return self.send_from(range(self.size), values, **arguments)
+
+    def send_from(
+        self, ranks: Any, values: float, **arguments: Any
+    ) -> list[SendReport | BaseException]:
+        """Send a version from some of the ranks."""
+
+        def send(rank: int) -> SendReport | BaseException:
+            try:
+                return self.senders[rank].send(shard(values, rank, self.size), **arguments)
+            except Exception as error:
+                return error
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(send, ranks))
+
+
+@contextmanager
+def trainer(directory: Path, size: int = 2, **options: Any) -> Iterator[Trainer]:
+    """Make the senders of all ranks."""
+    with ExitStack() as ends:
+        yield Trainer(
+            [
+                ends.enter_context(rank_sender(directory, rank, size, **options))
+                for rank in range(size)
+            ]
+        )
+
+
+def main() -> None:
+    """Run one rank, which may die where it writes an object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("rank", type=int)
+    parser.add_argument("size", type=int)
+    parser.add_argument("--versions", type=int, nargs="+", default=[1])
+    parser.add_argument("--dies-at", default="", help="the object that it does not write")
+    parser.add_argument("--dies-with", type=int, default=0, help="the version that is not sent")
+    parser.add_argument("--timeout", type=float, default=60.0)
+    arguments = parser.parse_args()
+    put = Directory.put
+    sending = 0
+
+    def dying(self: Directory, name: str, data: bytes | memoryview) -> None:
+        if sending == arguments.dies_with and name.startswith(arguments.dies_at):
+            os._exit(9)
+        put(self, name, data)
+
+    if arguments.dies_with:
+        Directory.put = dying  # type: ignore[method-assign]
+    with rank_sender(
+        arguments.directory, arguments.rank, arguments.size, timeout=arguments.timeout
+    ) as sender:
+        for sending in arguments.versions:
+            values = shard(sending, arguments.rank, arguments.size)
+            try:
+                report = sender.send(values, version=sending)
+            except Exception as error:
+                sys.stdout.write(f"version {sending}: {type(error).__name__}: {error}\n")
+            else:
+                sys.stdout.write(f"version {report.version} is published\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)
