@@ -1,0 +1,129 @@
+r"""Bytes that readers of shards read of a run that one process, or several ranks, have written.
+
+    python docs/benchmarks/store_ranks.py | python docs/benchmarks/page.py --record store-ranks
+
+``small``: one layer of SmolLM2-135M and an embedding of 1,024 rows, in bfloat16 (9 MB).
+``SmolLM2-135M``: all of it (269 MB). A trainer is one process, or four ranks (in threads here),
+which hold the rows of a quarter of each tensor, as FSDP2 cuts them, or the columns; tensors of one
+dimension are cut too. Readers hold rows or columns in the same way; a reader of all assembles it.
+All read by HTTP. Each reader compares every element.
+
+Prints a table: the bytes of a shard, and what the first, and the last but one, of the readers was
+sent for it, with the head, the manifest and the lists of chunks; and the number of requests. The
+first version of a reader costs one request more, for the list of the parts of ranks. The default
+takes about a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from store import Server, weights
+from torch import Tensor
+
+from sync_core import Address, Receiver, Sender
+from sync_core.models import Region
+from sync_plugin_scale import Part, Sharded
+
+_COLUMNS = "model | written by | reader | shard, MB | read / shard | requests"
+_READERS = {
+    "rows of 2": (0, 2),
+    "rows of 4": (0, 4),
+    "rows of 8": (0, 8),
+    "columns of 4": (1, 4),
+    "whole": (0, 1),
+}
+_TRAINERS = {"one process": (0, 1), "rows of 4 ranks": (0, 4), "columns of 4 ranks": (1, 4)}
+
+
+def main() -> None:
+    """Measure each reader of each trainer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=models(), default=list(models()))
+    arguments = parser.parse_args()
+    print(f"| {_COLUMNS} |")
+    print("|---|---|---" + "|--:" * 3 + "|")
+    for name in arguments.models:
+        model = models()[name]
+        for trainer, (axis, size) in _TRAINERS.items():
+            with tempfile.TemporaryDirectory() as folder:
+                directory = Path(folder) / "run"
+                with published(model, directory, axis, size) as address:
+                    for reader, cut in _READERS.items():
+                        print(f"| {name} | {trainer} | {reader} | {row(model, address, cut)} |")
+
+
+def models() -> dict[str, dict[str, Tensor]]:
+    """The models by name."""
+    whole = weights()
+    names = [name for name in whole if name.startswith(("layers.0.", "norm"))]
+    small = {"embed": whole["embed"][:1024].clone(), **{name: whole[name] for name in names}}
+    return {"small": small, "SmolLM2-135M": whole}
+
+
+def region_of(shape: tuple[int, ...], axis: int, rank: int, size: int) -> Region:
+    """The part of a tensor that a rank has; of one dimension, there are only rows."""
+    axis = min(axis, len(shape) - 1)
+    step = -(-shape[axis] // size)
+    bounds = (min(rank * step, shape[axis]), min((rank + 1) * step, shape[axis]))
+    return tuple(bounds if i == axis else (0, n) for i, n in enumerate(shape))
+
+
+def take(tensor: Tensor, region: Region) -> Tensor:
+    """The part of a tensor."""
+    return tensor[tuple(slice(*bounds) for bounds in region)]
+
+
+@contextmanager
+def published(
+    model: dict[str, Tensor], directory: Path, axis: int, size: int
+) -> Iterator[Address]:
+    """Publish a version from some ranks; return an address that is read by HTTP."""
+    key = str(directory.with_name("key.pem"))
+    options = {"url": str(directory), "key": key, "chunks": True}
+    with ExitStack() as ends:
+        if size == 1:
+            senders = [Sender("store", model, **options)]
+        else:
+            senders = []
+            for rank in range(size):
+                regions = {n: region_of(tuple(t.shape), axis, rank, size) for n, t in model.items()}
+                held = {name: take(model[name], region) for name, region in regions.items()}
+                scheme = Sharded("store", rank, size, regions=regions)
+                senders.append(Sender(scheme, held, **options))
+        for sender in senders:
+            ends.callback(sender.close)
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(Sender.send, senders))
+        yield senders[0].address()
+
+
+def row(model: dict[str, Tensor], address: Address, cut: tuple[int, int]) -> str:
+    """The figures of a reader."""
+    axis, size = cut
+    rank = max(0, size - 2)
+    regions = {name: region_of(tuple(t.shape), axis, rank, size) for name, t in model.items()}
+    mine = {name: torch.zeros_like(take(model[name], r)) for name, r in regions.items()}
+    with Server(Path(address.endpoint.urls[0])) as server, server.running():
+        address = replace(address, endpoint=replace(address.endpoint, urls=[server.url]))
+        target = mine if size == 1 else Part(mine, regions)
+        with Receiver(address, target) as receiver:
+            # What making a receiver costs is not a version's.
+            server.sent, server.answers = 0, 0
+            assert receiver.receive() == 1
+        sent, answers = server.sent, server.answers
+    for name, region in regions.items():
+        assert torch.equal(mine[name], take(model[name], region)), "other bits have arrived"
+    nbytes = sum(tensor.nbytes for tensor in mine.values())
+    return f"{nbytes / 1e6:.2f} | {sent / nbytes:.3f} | {answers}"
+
+
+if __name__ == "__main__":
+    main()
