@@ -46,8 +46,10 @@ from sync_plugin_store import load_checkpoint
 from sync_plugin_store.chunks import read_chunks
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.format import Head, Manifest, Piece
-from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.holdings import JoinedHoldings
+from sync_plugin_store.keys import PARTS_PURPOSE, SigningKey
 from sync_plugin_store.publisher import Lease
+from sync_plugin_store.records import RankHolding, RankPart, Session, pieces_of_record
 from sync_plugin_store.web import serve
 from sync_testing.corpora import explore, read_corpus, write_corpus
 from sync_testing.report import read_report
@@ -148,6 +150,14 @@ def read_head(data: bytes, _: Path) -> None:
     Head.from_bytes(f"ed25519 {KEY.public} {KEY.sign(data)}\n".encode() + data, KEY.public)
 
 
+def read_record(data: bytes, _: Path) -> None:
+    record = f"ed25519 {KEY.public} {KEY.sign(data, PARTS_PURPOSE)}\n".encode() + data
+    pieces_of_record(record, KEY.public)
+    for kind in (Session, RankHolding, RankPart):
+        with suppress(PayloadError):
+            kind.from_bytes(record, KEY.public)
+
+
 def read_index(data: bytes, folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_bytes(data)
     load_checkpoint(str(folder), nn.Linear(2, 1), timeout=0.1)
@@ -174,6 +184,8 @@ FORMATS = {
     "head": Format(read_head, (PayloadError,)),
     "manifest": Format(lambda data, _: Manifest.from_bytes(data), (PayloadError,)),
     "chunks": Format(lambda data, _: read_chunks(data, MANIFEST), (PayloadError,)),
+    "holdings": Format(lambda data, _: JoinedHoldings.from_bytes(data), (PayloadError,)),
+    "record": Format(read_record),
     "lease": Format(lambda data, _: Lease.of(data)),
     "index": Format(read_index, (PayloadError, StoreError, LayoutMismatchError)),
     "history": Format(read_events, (OptionError,)),
