@@ -82,9 +82,7 @@ def take(tensor: Tensor, region: Region) -> Tensor:
 
 
 @contextmanager
-def published(
-    model: dict[str, Tensor], directory: Path, axis: int, size: int
-) -> Iterator[Address]:
+def published(model: dict[str, Tensor], directory: Path, axis: int, size: int) -> Iterator[Address]:
     """Publish a version from some ranks; return an address that is read by HTTP."""
     key = str(directory.with_name("key.pem"))
     options = {"url": str(directory), "key": key, "chunks": True}
