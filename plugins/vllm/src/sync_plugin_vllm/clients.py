@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
@@ -15,6 +17,15 @@ from sync_core import OptionError, SyncError
 
 #: The treatment of requests in progress while weights are loaded; see vLLM's ``/pause``.
 Pause: TypeAlias = Literal["keep", "wait", "abort"]
+
+
+#: What a server is started with.
+_DEV_MODE = "VLLM_SERVER_DEV_MODE=1, which adds the calls for weights"
+_RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which adds the calls for adapters"
+_METRICS = "its metrics: leave out --disable-log-stats"
+#: The metric that names the adapters of requests in progress.
+_GAUGE = "vllm:lora_requests_info"
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class EngineError(SyncError):
@@ -34,6 +45,10 @@ class Client(ABC):
     @abstractmethod
     def init(self, info: dict[str, Any], timeout: float) -> None:
         """Connect the ranks to the sender; the fields are those of ``SyncCoreInitInfo``."""
+
+    def step(self, timeout: float, **fields: Any) -> None:
+        """Take a step of a version of an adapter; the fields are those of ``AdapterStep``."""
+        self.init({"step": fields}, timeout)
 
     @abstractmethod
     def start(self, timeout: float) -> None:
@@ -67,6 +82,21 @@ class Client(ABC):
     @abstractmethod
     def resume(self, timeout: float) -> None:
         """Schedule tokens again."""
+
+    #: Whether vLLM's server chooses the numbers of adapters, and requests name adapters by text.
+    names_adapters = False
+
+    @abstractmethod
+    def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
+        """Have all ranks load an adapter from a directory of the engine's machine."""
+
+    @abstractmethod
+    def forget_adapters(self, prefix: str, but: str, timeout: float) -> None:
+        """Refuse further requests for adapters whose names are a prefix and a number, but one."""
+
+    @abstractmethod
+    def adapters_in_use(self, names: Sequence[str], timeout: float) -> list[str]:
+        """Return which of some adapters requests in progress may use."""
 
 
 class LlmClient(Client):
@@ -121,6 +151,20 @@ class LlmClient(Client):
     def resume(self, timeout: float) -> None:
         del timeout
 
+    def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
+        self.apply(_add_adapter, timeout, name, lora_id, directory)
+
+    def forget_adapters(self, prefix: str, but: str, timeout: float) -> None:
+        """Forget none: the requests of an engine in this process bring the adapter's place."""
+
+    def adapters_in_use(self, names: Sequence[str], timeout: float) -> list[str]:
+        return list(names) if self.apply(_is_busy, timeout) else []
+
+    def apply(self, function: Callable[..., Any], timeout: float, *args: Any) -> Any:
+        """Call a function of this module with the engine."""
+        del timeout
+        return function(self._llm, *args)
+
 
 class RayClient(LlmClient):
     """A Ray actor with the methods of ``vllm.LLM``, such as ``ray.remote(LLM).remote(…)``."""
@@ -139,7 +183,10 @@ class RayClient(LlmClient):
             raise EngineError(f"{self.name}: {method} failed: {error}") from error
 
     def reset_encoder_cache(self, timeout: float) -> None:
-        self.call("__ray_call__", timeout, _reset_encoder_cache)
+        self.apply(_reset_encoder_cache, timeout)
+
+    def apply(self, function: Callable[..., Any], timeout: float, *args: Any) -> Any:
+        return self.call("__ray_call__", timeout, function, *args)
 
 
 class HttpClient(Client):
@@ -164,21 +211,52 @@ class HttpClient(Client):
 
     def call(self, path: str, timeout: float, body: Any = None, *, method: str = "POST") -> Any:
         """Make a request, and return the JSON that it was answered with."""
+        found = self.request(path, timeout, body, method=method)
+        try:
+            return json.loads(found or b"null")
+        except ValueError as error:
+            raise EngineError(f"{self.name}/{path}: {error}{self._proxy}") from error
+
+    def request(
+        self,
+        path: str,
+        timeout: float,
+        body: Any = None,
+        *,
+        method: str = "POST",
+        setting: str = _DEV_MODE,
+    ) -> bytes:
+        """Make a request.
+
+        Args:
+            path: what follows the URL of the server.
+            timeout: in seconds.
+            body: sent as JSON.
+            method: of HTTP.
+            setting: what the server has to be started with to have the path, and what that adds.
+
+        Returns:
+            The body of the reply.
+
+        Raises:
+            EngineError: the server cannot be reached, or answers with an error.
+        """
         data = json.dumps(body).encode() if body is not None else b"" if method == "POST" else None
         request = urllib.request.Request(  # noqa: S310  # checked in the constructor
             f"{self.name}/{path}", data, self._headers, method=method
         )
         try:
             with self._opener.open(request, timeout=timeout) as reply:
-                return json.loads(reply.read() or b"null")
+                found: bytes = reply.read()
+                return found
         except urllib.error.HTTPError as error:
             text = error.read(4000).decode(errors="replace")
             advice = ""
             if error.code == 404:
-                advice = "; start it with VLLM_SERVER_DEV_MODE=1, which adds the calls for weights"
+                advice = f"; start it with {setting}"
             message = f"{self.name}/{path}: {error.code} {text}{advice}{self._proxy}"
             raise EngineError(message) from error
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise EngineError(f"{self.name}/{path}: {error}{self._proxy}") from error
 
     def world_size(self, timeout: float) -> int:
@@ -212,6 +290,27 @@ class HttpClient(Client):
     def resume(self, timeout: float) -> None:
         self.call("resume", timeout)
 
+    names_adapters = True
+
+    def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
+        del lora_id
+        body = {"lora_name": name, "lora_path": directory}
+        self.request("v1/load_lora_adapter", timeout, body, setting=_RUNTIME_LORA)
+
+    def forget_adapters(self, prefix: str, but: str, timeout: float) -> None:
+        models = self.call("v1/models", timeout, method="GET")["data"]
+        for name in (model["id"] for model in models):
+            if name != but and name.startswith(prefix) and name[len(prefix) :].isdecimal():
+                body = {"lora_name": name}
+                self.request("v1/unload_lora_adapter", timeout, body, setting=_RUNTIME_LORA)
+
+    def adapters_in_use(self, names: Sequence[str], timeout: float) -> list[str]:
+        text = self.request("metrics", timeout, method="GET", setting=_METRICS).decode()
+        if f"# TYPE {_GAUGE} " not in text:
+            raise EngineError(f"{self.name} has no metric {_GAUGE}; start it with {_METRICS}")
+        used = _newest_labels(text)
+        return [name for name in names if name in used]
+
 
 def _proxy_for(url: str) -> str:
     """Return a clause about the proxy by which a URL is reached; empty where there is none."""
@@ -227,6 +326,28 @@ def _proxy_for(url: str) -> str:
         f"; the proxy was asked that {parts.scheme}_proxy names: for a server that is reached "
         f"without one, type export no_proxy={host}"
     )
+
+
+def _newest_labels(text: str) -> set[str]:
+    """The names of adapters in the newest sample of the gauge, whose values are times."""
+    samples = []
+    for line in text.splitlines():
+        if line.startswith(f"{_GAUGE}{{"):
+            labels, _, value = line.rpartition(" ")
+            samples.append((float(value), dict(_LABEL.findall(labels))))
+    labels_of_newest = max(samples, key=lambda sample: sample[0])[1] if samples else {}
+    kinds = ("running_lora_adapters", "waiting_lora_adapters")
+    return {name for kind in kinds for name in labels_of_newest.get(kind, "").split(",")}
+
+
+def _add_adapter(llm: Any, name: str, lora_id: int, directory: str) -> None:
+    from vllm.lora.request import LoRARequest
+
+    llm.llm_engine.add_lora(LoRARequest(name, lora_id, directory))
+
+
+def _is_busy(llm: Any) -> bool:
+    return bool(llm.llm_engine.has_unfinished_requests())
 
 
 def _reset_encoder_cache(llm: Any) -> None:

@@ -12,14 +12,17 @@ The ranks compare their results after each of these calls, so that they load one
 What goes wrong with a version is reported to the sender, rank by rank, and not raised: a rank that
 raises leaves vLLM's other ranks in a weight update that cannot be finished.
 
+An adapter takes other calls, as ``finish_weight_update`` of vLLM drops all adapters: see
+`sync_plugin_vllm.lora_worker`.
+
 A rank whose weights were discarded (``sleep(level=2)``) joins its sender again, as a worker that
 has no version. While its weights are asleep it refuses versions; see `sync_plugin_vllm.sleep`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed
@@ -35,11 +38,13 @@ from vllm.logger import init_logger
 from sync_core import Address, Layout, OptionError, Receiver, SyncError
 from sync_core.errors import AddressError
 from sync_core.registry import LAYERS, find
+from sync_plugin_vllm.adapter_model import AdapterDescription
+from sync_plugin_vllm.lora_worker import AdapterStep, LoraWorker
 from sync_plugin_vllm.names import check_names, check_tied, is_tied, tied_names
 from sync_plugin_vllm.proof import Proof, check_provable
 from sync_plugin_vllm.reload import Kind, rehearse_loading, reload_weights
 from sync_plugin_vllm.sleep import watch_sleep
-from sync_plugin_vllm.votes import NotLoadedError
+from sync_plugin_vllm.votes import AdapterError, NotLoadedError
 
 _logger = init_logger(__name__)
 
@@ -51,10 +56,14 @@ class SyncCoreInitInfo(WeightTransferInitInfo):
     Args:
         addresses: one for each rank of the engine, each as `sync_core.Address.to_json` wrote it.
         verify: whether each version is proved after it was loaded; see `sync_plugin_vllm.proof`.
+        adapter: of a sender of an adapter, the fields of its `AdapterDescription`.
+        step: the fields of an `AdapterStep`, for an engine that is connected; nothing else then.
     """
 
-    addresses: list[str]
+    addresses: list[str] = field(default_factory=list)
     verify: bool = False
+    adapter: dict[str, Any] | None = None
+    step: dict[str, Any] | None = None
 
 
 @dataclass
@@ -81,12 +90,14 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
     _address: Address | None = None
     _staged: int | None = None
     _verify = False
+    _adapter = False
     _advice = ""
     _loads = 0
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._memory = watch_sleep(self.model_config, self._lost_weights)
+        self._lora = LoraWorker(model, vllm_config.lora_config)
 
     def init_transfer_engine(self, init_info: SyncCoreInitInfo) -> None:
         """Connect to the sender; the one before, if any, loses this engine.
@@ -97,13 +108,17 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             SyncError: the sender is gone, or does not know the token of an address; or the weights
                 have other names than the model takes.
         """
+        if init_info.step is not None:
+            self._take_step(AdapterStep(**init_info.step))
+            return
         if self.parallel_config.pipeline_parallel_size > 1:
             raise OptionError(
                 "sync-plugin-vllm does not account for the names of a model in several pipeline "
                 "stages; type LLM(…, pipeline_parallel_size=1)"
             )
         # Each rank reads them all, so that all refuse them.
-        addresses = _read(init_info.addresses, self._world_size)
+        adapter = init_info.adapter
+        addresses = _read(init_info.addresses, self._world_size, partial=adapter is not None)
         address = addresses[self._rank]
         error: Exception | None = None
         receiver = None
@@ -111,16 +126,22 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             if init_info.verify:
                 check_provable(self.model, self.model_config.quantization)
             advice = _advice(address)
-            self._check_names(address.layout.names, self._names, advice)
-            if self.model_config.quantization is None:
-                rehearse_loading(self.model, _kinds(address.layout, self.model))
-            receiver = self._join(address)
+            if adapter is None:
+                self._check_names(address.layout.names, self._names, advice)
+                if self.model_config.quantization is None:
+                    rehearse_loading(self.model, _kinds(address.layout, self.model))
+            else:
+                quantized = self.model_config.quantization is not None
+                description = AdapterDescription(**adapter)
+                self._lora.check(address.layout, description, advice, quantized=quantized)
+            receiver = self._join(address, adapter=adapter is not None)
         except Exception as raised:
             error = raised
         problems = self._gather(None if error is None else f"{type(error).__name__}: {error}")
         if not any(problems):
             self.shutdown()
             self._receiver, self._address = receiver, address
+            self._adapter = adapter is not None
             self._verify, self._advice = init_info.verify, advice
             return
         if receiver is not None:
@@ -207,8 +228,77 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             self._staged = None
             _logger.exception("version %d could not be staged", version)
 
-    def _join(self, address: Address) -> Receiver:
-        return Receiver(address, load=self._load, background=True)
+    def _join(self, address: Address, *, adapter: bool) -> Receiver:
+        load = self._lora.load if adapter else self._load
+        return Receiver(address, load=load, background=True)
+
+    def _take_step(self, step: AdapterStep) -> None:
+        """Take a step of a version of an adapter; see `sync_plugin_vllm.lora_worker`.
+
+        Raises:
+            SyncError: a rank could not take it; raised in the last rank alone.
+        """
+        receiver = self._connected()
+        if step.step == "stage":
+            self.start_weight_update()
+        elif step.step == "check":
+            self._catch_up(receiver, step.version)
+            self._check_staged(self._gather(self._staged), step.version)
+        elif step.step == "write":
+            self._catch_up(receiver, step.version)
+            staged = self._gather(self._staged)
+            self._together(lambda: self._write_adapter(step, staged))
+        elif step.step == "confirm":
+            if self._together(lambda: self._find_adapter(step)):
+                self._lora.commit()
+                receiver.confirm()
+        elif step.step == "drop":
+            receiver.reject(AdapterError(receiver.worker_id, step.reason))
+            self._lora.drop()
+        else:
+            self._lora.keep(step.names)
+
+    def _write_adapter(self, step: AdapterStep, staged: list[int | None]) -> None:
+        receiver = self._connected()
+        if self._memory.asleep:
+            raise self._memory.error(receiver.worker_id)
+        if self._memory.discarded:
+            raise AdapterError(
+                receiver.worker_id,
+                "sleep(level=2) has discarded the engine's weights, which an adapter does not "
+                "bring; start the engine again, and type target.add(engine)",
+            )
+        if any(version != step.version for version in staged):
+            raise SyncError(
+                f"its ranks have staged the versions {staged} rather than {step.version}"
+            )
+        self._lora.take(step)
+        try:
+            receiver.load()
+        except AdapterError:
+            if not self._lora.written:
+                raise
+
+    def _find_adapter(self, step: AdapterStep) -> None:
+        self._lora.find(step.lora_id)
+        self._connected().load()
+
+    def _together(self, take: Callable[[], None]) -> bool:
+        """Take a step on all ranks; if one fails, all refuse the version, and the last raises."""
+        error: Exception | None = None
+        try:
+            take()
+        except Exception as raised:
+            error = raised
+        problems = self._gather(None if error is None else f"{type(error).__name__}: {error}")
+        if not any(problems):
+            return True
+        refusal = SyncError(f"the adapter is not loaded: {_listed(problems)}")
+        self._connected().reject(error or refusal)
+        self._lora.drop()
+        if self._rank == self._world_size - 1:
+            raise refusal from error
+        return False
 
     def _lost_weights(self) -> None:
         """Join the sender again, which then knows that this rank has no version."""
@@ -217,7 +307,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         self._staged = None
         self.shutdown()
         try:
-            self._receiver = self._join(self._address)
+            self._receiver = self._join(self._address, adapter=self._adapter)
         except SyncError:
             # The sender counts this rank as lost; the engine may sleep all the same.
             _logger.exception("this rank could not join its sender again")
@@ -296,7 +386,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         return values
 
 
-def _read(texts: Any, world_size: int) -> list[Address]:
+def _read(texts: Any, world_size: int, *, partial: bool) -> list[Address]:
     if not isinstance(texts, list) or len(texts) != world_size:
         given = f"{len(texts)} addresses" if isinstance(texts, list) else repr(type(texts))
         raise AddressError(
@@ -305,10 +395,13 @@ def _read(texts: Any, world_size: int) -> list[Address]:
         )
     addresses = [Address.from_json(text) for text in texts]
     layers = [find(LAYERS, layer).object for address in addresses for layer in address.layers]
+    if partial:
+        return addresses
     if any("partial" in getattr(layer, "capabilities", ()) for layer in layers):
         raise AddressError(
             "vLLM loads whole versions, and the versions of this sender may lack tensors; type "
-            "Sender(…) without layers that leave out tensors"
+            "Sender(…) without layers that leave out tensors, or for an adapter "
+            'VllmTarget(…, adapter="policy")'
         )
     return addresses
 

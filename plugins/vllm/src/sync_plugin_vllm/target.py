@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -22,6 +22,8 @@ from sync_core import (
     WorkerError,
 )
 from sync_core.checks import check_seconds
+from sync_plugin_vllm.adapter_model import AdapterDescription, describe_adapter
+from sync_plugin_vllm.adapter_update import AdapterSlot, check_directory, check_name, request_for
 from sync_plugin_vllm.clients import Client, Pause, client_for
 from sync_plugin_vllm.votes import AsleepError, NotLoadedError, Votes
 
@@ -59,8 +61,10 @@ class EngineStatus:
             ``"lost"``, a rank has lost its weights by ``sleep(level=2)``, or its sender by dying.
         version: the version that it generates with; 0 for the weights that it had when it was
             connected, None while it is bad or lost.
-        pause_seconds: how long it was paused for the last update.
+        pause_seconds: how long it was paused for the last update; 0 for adapters.
         error: why the last update failed, or None.
+        adapter: the name of the adapter that requests shall use, such as ``"policy-v7"``; None
+            before the first, and without ``adapter``.
     """
 
     name: str
@@ -69,6 +73,7 @@ class EngineStatus:
     version: int | None = 0
     pause_seconds: float = 0.0
     error: Exception | None = None
+    adapter: str | None = None
 
 
 class _OthersFailedError(SyncError):
@@ -81,6 +86,8 @@ class _Engine:
 
     client: Client
     status: EngineStatus
+    #: Its adapters; None where whole versions are sent.
+    slot: AdapterSlot | None = None
     paused: bool = False
     #: When it was paused for the last update (`time.perf_counter`).
     pause_began: float = 0.0
@@ -121,6 +128,12 @@ class VllmTarget:
             all are paused, then all load it, then all are resumed. If one does not come as far as
             to load, none loads: they fail with `NotLoadedError`, which ``on_failure`` of the
             sender ignores, and are resumed with the weights that they have.
+        adapter: the name of an adapter of LoRA, such as ``"policy"``, for a sender with
+            ``layers=[lora("adapter")]``. Version 7 is loaded as the adapter ``"policy-v7"``, and
+            requests name it: by `lora_request`, or to a server by the name in
+            ``target.engines[0].adapter``. The one before is unloaded. Engines are not paused.
+        adapter_directory: the directory of the engines' machines in which they write adapters;
+            None for that of this machine's temporary files.
         timeout: deadline of every call, in seconds; a send has one for all its steps.
 
     Raises:
@@ -143,6 +156,8 @@ class VllmTarget:
         pause: Pause = "keep",
         verify: bool = False,
         all_or_none: bool = False,
+        adapter: str | None = None,
+        adapter_directory: str | None = None,
         timeout: float = 60.0,
     ) -> None:
         if pause not in ("keep", "wait", "abort"):
@@ -150,6 +165,13 @@ class VllmTarget:
         for name, given in (("verify", verify), ("all_or_none", all_or_none)):
             if not isinstance(given, bool):
                 raise OptionError(f"{name} must be True or False, got {given!r}")
+        if adapter is not None and verify:
+            raise OptionError(
+                "verify=True proves the weights of whole versions, and an adapter brings none; "
+                "type VllmTarget(…, adapter=…) without verify"
+            )
+        self._adapter = None if adapter is None else check_name(adapter)
+        self._directory = check_directory(adapter_directory)
         self._pause = pause
         self._verify = verify
         self._all_or_none = all_or_none
@@ -164,7 +186,13 @@ class VllmTarget:
             client = client_for(engine)
             first = self.num_workers
             ids = tuple(range(first, first + client.world_size(self._timeout)))
-            self._engines.append(_Engine(client, EngineStatus(client.name, ids)))
+            self._engines.append(self._engine(client, ids))
+
+    def _engine(self, client: Client, worker_ids: tuple[int, ...]) -> _Engine:
+        slot = None
+        if self._adapter is not None:
+            slot = AdapterSlot(client, self._adapter, self._directory)
+        return _Engine(client, EngineStatus(client.name, worker_ids), slot)
 
     @property
     def num_workers(self) -> int:
@@ -175,6 +203,25 @@ class VllmTarget:
     def engines(self) -> tuple[EngineStatus, ...]:
         """The status of each engine, in the order in which they were given."""
         return tuple(self._status(engine.status) for engine in self._engines)
+
+    def lora_request(self, index: int = 0) -> Any:
+        """Return the ``LoRARequest`` by which requests use the newest adapter of an engine.
+
+        Ask for it before each ``generate``: the files of adapters that were unloaded are gone.
+
+        Args:
+            index: the position of the engine in `engines`; an ``LLM``, or a Ray actor.
+
+        Raises:
+            OptionError: the engine is a server, whose requests name the adapter; or no version of
+                an adapter was sent.
+        """
+        slot = self._engines[index].slot
+        if slot is None:
+            raise OptionError(
+                "the target sends whole versions, and no adapter; type VllmTarget(…, adapter=…)"
+            )
+        return request_for(slot)
 
     def connect(self, sender: Sender, addresses: Sequence[Address] | None = None) -> None:
         """Connect every rank of every engine to a sender, which has a worker for each.
@@ -225,7 +272,7 @@ class VllmTarget:
         num_ranks = client.world_size(self._timeout)
         with self._sending:
             ids = tuple(sender.add_worker() for _ in range(num_ranks))
-            added = _Engine(client, EngineStatus(client.name, ids))
+            added = self._engine(client, ids)
             self._engines.append(added)
             try:
                 self._connect([added])
@@ -266,11 +313,13 @@ class VllmTarget:
         seconds = self._timeout if timeout is None else check_seconds(timeout)
         deadline = time.monotonic() + seconds
         with self._sending:
+            described = self._describe(sender.model if weights is None else weights)
             pending = sender.send_async(weights, timeout=seconds)
             votes = self._votes(pending, deadline - min(_CONCLUDING, _RESERVE * seconds))
             begun = []
             for engine in self._engines:
-                if self._begin(engine, partial(self._update, engine, pending, votes, deadline)):
+                update = partial(self._update, engine, pending, votes, described, deadline)
+                if self._begin(engine, update):
                     begun.append(engine)
                 else:
                     votes.fail(engine.key, engine.failure)
@@ -284,6 +333,10 @@ class VllmTarget:
                 self._join(begun, deadline)
             _raise_first(self._engines)
             return report
+
+    def _describe(self, weights: Any) -> AdapterDescription | None:
+        """Return the description of the adapter that is sent; None for whole versions."""
+        return None if self._adapter is None else describe_adapter(weights)
 
     def _settle(self) -> None:
         """Keep what is known of the engines, as their sender is closed."""
@@ -318,7 +371,10 @@ class VllmTarget:
 
     def _init(self, engine: _Engine, addresses: Sequence[Address], deadline: float) -> None:
         texts = [address.to_json() for address in addresses]
-        info = {"addresses": texts, "verify": self._verify}
+        info: dict[str, Any] = {"addresses": texts, "verify": self._verify}
+        described = self._describe(self._connected().model)
+        if described is not None:
+            info["adapter"] = asdict(described)
         engine.client.init(info, _left(deadline))
         if engine.torn:
             engine.set(state="bad", version=None, error=None)
@@ -338,7 +394,14 @@ class VllmTarget:
         members = [e.key for e in self._engines if waited.issuperset(e.status.worker_ids)]
         return Votes(members, deadline)
 
-    def _update(self, engine: _Engine, pending: PendingSend, votes: Votes, deadline: float) -> None:
+    def _update(
+        self,
+        engine: _Engine,
+        pending: PendingSend,
+        votes: Votes,
+        described: AdapterDescription | None,
+        deadline: float,
+    ) -> None:
         """Bring one version into one engine."""
         version = pending.version
         deliveries = [
@@ -346,7 +409,12 @@ class VllmTarget:
         ]
         torn, engine.pause_began = engine.torn, time.perf_counter()
         try:
-            self._bring(engine, version, deliveries, votes, deadline)
+            if len(deliveries) < len(engine.status.worker_ids):
+                raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
+            if engine.slot is None or described is None:
+                self._bring(engine, version, deliveries, votes, deadline)
+            else:
+                self._bring_adapter(engine, deliveries, votes, described, deadline)
         except _OthersFailedError as others:
             _not_loaded(engine, deliveries, others)
         except Exception as error:
@@ -357,6 +425,9 @@ class VllmTarget:
         elif all(d.answer is not None and d.answer.model_state == "kept" for d in deliveries):
             engine.torn = torn
         votes.pass_on("loaded", engine.key)
+        if engine.slot is not None:
+            self._conclude_adapter(engine, engine.slot, version, deliveries)
+            return
         self._conclude(engine, version, deliveries)
         engine.set(pause_seconds=time.perf_counter() - engine.pause_began)
 
@@ -370,8 +441,6 @@ class VllmTarget:
     ) -> None:
         """Stage a version, pause the engine, and load it."""
         client = engine.client
-        if len(deliveries) < len(engine.status.worker_ids):
-            raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
         if engine.unfinished:
             # It fails where the engine has not come as far as to start it.
             with suppress(Exception):
@@ -399,6 +468,28 @@ class VllmTarget:
             delivery.wait(_left(deadline))
         client.finish(_left(deadline))
         engine.unfinished = False
+
+    def _bring_adapter(
+        self,
+        engine: _Engine,
+        deliveries: Sequence[Delivery],
+        votes: Votes,
+        described: AdapterDescription,
+        deadline: float,
+    ) -> None:
+        """Stage a version of an adapter, and load it while the engine generates."""
+        assert engine.slot is not None
+        slot, version = engine.slot, deliveries[0].version
+        slot.client.step(_left(deadline), step="stage")
+        _raise_refusal(deliveries)
+        if self._all_or_none:
+            slot.client.step(_left(deadline), step="check", version=version)
+        for step in ("staged", "paused"):
+            if not votes.pass_on(step, engine.key):
+                raise _OthersFailedError(votes.reason)
+        slot.load(version, described, partial(_left, deadline))
+        for delivery in deliveries:
+            delivery.wait(_left(deadline))
 
     def _conclude(self, engine: _Engine, version: int, deliveries: Sequence[Delivery]) -> None:
         """Set the status of an engine, label its outputs, and resume it unless it is torn."""
@@ -446,6 +537,18 @@ class VllmTarget:
             if engine.failure is not None and engine.status.error is None:
                 engine.set(error=engine.failure)
 
+    def _conclude_adapter(
+        self, engine: _Engine, slot: AdapterSlot, version: int, deliveries: Sequence[Delivery]
+    ) -> None:
+        """Set the status of an engine, and unload the adapters that it needs no longer."""
+        failed = [delivery.error for delivery in deliveries if delivery.error is not None]
+        if failed:
+            engine.set(state="behind", error=failed[0])
+            return
+        assert slot.current is not None
+        engine.set(state="current", version=version, error=None, adapter=slot.current.name)
+        slot.retire(_CONCLUDING)
+
     def _connected(self) -> Sender:
         if self._sender is None:
             raise SyncError("the engines have no sender yet; type target.connect(sender)")
@@ -472,6 +575,9 @@ def _not_loaded(engine: _Engine, deliveries: Sequence[Delivery], reason: Excepti
         delivery.fail(NotLoadedError(delivery.worker_id, message))
     # Else the next send finishes it.
     with suppress(Exception):
+        if engine.slot is not None:
+            engine.client.step(_CONCLUDING, step="drop", reason=str(reason))
+            return
         engine.client.finish(_CONCLUDING)
         engine.unfinished = False
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Literal, TypeAlias, get_args
 
-from sync_core import TransportError
+from sync_core import TransportError, WorkerError
 
 Step: TypeAlias = Literal["staged", "paused", "loaded"]
 
@@ -28,6 +28,12 @@ class AsleepError(TransportError):
     """
 
     failure = "vllm-asleep"
+
+
+class AdapterError(WorkerError):
+    """An engine has not loaded a version of an adapter; the version before remains usable."""
+
+    failure = "vllm-adapter"
 
 
 class Votes:

@@ -1,0 +1,180 @@
+"""The trainer's LoRA adapter as vLLM has to be told of it: which modules, and with what scale."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from sync_core import ModelError
+from sync_core.models import ComputedWeights, plain_name
+
+#: What PEFT puts before the names of the base model.
+PREFIX = "base_model.model."
+#: The tensors of an adapter that vLLM can apply: A and B of a linear layer.
+TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.(?P<adapter>[^.]+)\.weight")
+
+_SHOWN = 8
+#: Settings of PEFT that change what an adapter computes, and that vLLM does not implement.
+_UNSUPPORTED = (
+    "modules_to_save",
+    "use_dora",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_bdlora",
+    "use_qalora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "velora_config",
+)
+#: Ways of initialising that leave the base model's weights as they are in the checkpoint.
+_INITS = ("gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterDescription:
+    """All that decides, beside its tensors, what an adapter computes.
+
+    Args:
+        adapter: its name in PEFT, such as ``"default"``.
+        scaling: by the name of each module of the base model that has a part of the adapter, the
+            factor of ``B @ A``: ``lora_alpha`` divided by the rank, or by its root.
+    """
+
+    adapter: str
+    scaling: dict[str, float]
+
+
+def describe_adapter(model: Any) -> AdapterDescription:
+    """Return the description of the one adapter that a PEFT model acts with.
+
+    Args:
+        model: what ``peft.get_peft_model`` returned, or ``gathered`` of it.
+
+    Raises:
+        ModelError: the model has no such adapter, or trains what vLLM's adapters cannot hold; the
+            message names it.
+    """
+    if isinstance(model, ComputedWeights):
+        model = model.model
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "VllmTarget(…, adapter=…) reads the settings of the adapter from the sender's model, "
+            f"which is a {type(model).__name__}; type Sender(…, peft_model, …)"
+        )
+    plain = plain_name(model)
+    layers = {plain(path): m for path, m in model.named_modules() if _is_tuner(m)}
+    adapter = _acting(layers)
+    _check_settings(model, adapter)
+    scaling = {}
+    for path, layer in layers.items():
+        if adapter not in layer.scaling:
+            continue
+        if not path.startswith(PREFIX):
+            raise ModelError(
+                f"the adapter's module {path!r} is not of a model that peft.get_peft_model "
+                f"returned, whose names begin with {PREFIX!r}; send that model"
+            )
+        if not _is_plain(layer, adapter):
+            raise ModelError(
+                f"the adapter {adapter!r} of {path!r}, a {type(layer).__name__}, is not plain LoRA "
+                'of a linear layer, which vLLM needs; send it merged: layers=[lora("merged")]'
+            )
+        scaling[path.removeprefix(PREFIX)] = float(layer.scaling[adapter])
+    _check_trained(model, adapter)
+    return AdapterDescription(adapter, scaling)
+
+
+def _acting(layers: dict[str, Any]) -> str:
+    """Return the name of the adapter that acts, and acts alone."""
+    names: set[str] = {n for layer in layers.values() for n in layer.active_adapters}
+    names &= {name for layer in layers.values() for name in layer.scaling}
+    if len(names) != 1:
+        raise ModelError(
+            f"vLLM applies one adapter to a request, and the model acts with {sorted(names)}; give "
+            "the model that peft.get_peft_model returned, and type model.set_adapter(name)"
+        )
+    for path, layer in layers.items():
+        if layer.disable_adapters or layer.merged:
+            state, call = ("disabled", "enable_adapter_layers")
+            if layer.merged:
+                state, call = ("merged", "unmerge_adapter")
+            raise ModelError(
+                f"the adapter of {path!r} is {state}, so that vLLM would compute something else "
+                f"than the trainer; type model.{call}() before the send"
+            )
+    [name] = names
+    return name
+
+
+def _check_settings(model: nn.Module, adapter: str) -> None:
+    config = getattr(model, "peft_config", {}).get(adapter)
+    found = {name: getattr(config, name, None) for name in _UNSUPPORTED}
+    wrong = [f"{name}={value!r}" for name, value in found.items() if value]
+    if (bias := getattr(config, "bias", "none")) != "none":
+        wrong.append(f"bias={bias!r}")
+    init = getattr(config, "init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in _INITS:
+        wrong.append(f"init_lora_weights={init!r}, which changes the base model,")
+    if wrong:
+        raise ModelError(
+            f"vLLM's adapters cannot have {', '.join(wrong)} of the LoraConfig of {adapter!r}; "
+            'send the adapter merged: layers=[lora("merged")]'
+        )
+
+
+def _check_trained(model: nn.Module, adapter: str) -> None:
+    """Refuse what is trained and is not of the adapter's tensors."""
+    plain = plain_name(model)
+    others = [
+        plain(name)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and not ((found := TENSOR.fullmatch(plain(name))) and found["adapter"] == adapter)
+    ]
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        raise ModelError(
+            f"the model trains {', '.join(map(repr, others[:_SHOWN]))}{more}, for which vLLM's "
+            'adapters have no place; freeze it, or send all merged: layers=[lora("merged")]'
+        )
+
+
+def _is_tuner(module: object) -> bool:
+    """Return whether PEFT has put LoRA around a layer."""
+    layers = sys.modules.get("peft.tuners.tuners_utils")
+    return isinstance(module, getattr(layers, "BaseTunerLayer", ())) and hasattr(module, "scaling")
+
+
+def _is_plain(layer: Any, adapter: str) -> bool:
+    """Return whether PEFT adds ``scaling * B @ A`` to a linear layer, and nothing else."""
+    linear = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
+    tensors = {name for name, _ in layer.named_parameters() if f".{adapter}." in f".{name}."}
+    return (
+        linear is not None
+        and getattr(type(layer), "get_delta_weight", None) is linear.get_delta_weight
+        and adapter not in getattr(layer, "lora_variant", {})
+        and tensors == {f"lora_{part}.{adapter}.weight" for part in "AB"}
+    )
+
+
+def base_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of the base model's tensors in a PEFT model, each with its plain name.
+
+    Example:
+        >>> base_names(["base_model.model.q.base_layer.weight", "base_model.model.q.lora_A.w"])
+        {'base_model.model.q.base_layer.weight': 'q.weight'}
+    """
+    return {
+        name: name.removeprefix(PREFIX).replace(".base_layer.", ".")
+        for name in names
+        if ".lora_" not in name
+    }
