@@ -13,7 +13,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,13 +102,12 @@ def logprobs(llm: Any) -> list[float]:
     return [of[token].logprob for of, token in found]
 
 
-def reference_logprobs(model: Any) -> list[float]:
-    """Log-probabilities of the prompt, by Hugging Face's own model."""
+def reference_logprobs(model: Any, prompt: Sequence[int] = PROMPT) -> list[float]:
+    """Log-probabilities of a prompt, by Hugging Face's own model."""
+    ids = torch.tensor([prompt])
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT])).logits[0, :-1].float()
-    found: list[float] = (
-        logits.log_softmax(-1).gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0].tolist()
-    )
+        logits = model(ids).logits[0, :-1].float()
+    found: list[float] = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
     return found
 
 
@@ -188,16 +187,22 @@ def blocks(language: str) -> list[str]:
 
 
 class Server:
-    """The server of the page, in its own process group."""
+    """A server of the page, in its own process group.
 
-    def __init__(self, checkpoint: Path, log: Path) -> None:
+    Args:
+        checkpoint: of the model.
+        log: where its output goes.
+        block: which of the commands of the page starts it.
+    """
+
+    def __init__(self, checkpoint: Path, log: Path, block: int = 0) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        [command] = blocks("bash")
-        variable, python, *words = shlex.split(command.replace("\\\n", " "))
-        assert python == "python"
+        command = shlex.split(blocks("bash")[block].replace("\\\n", " "))
+        start = command.index("python")
+        variables, words = command[:start], command[start + 1 :]
         replaced = {"8000": str(port), words[words.index("--model") + 1]: str(checkpoint)}
         # Smaller and faster than without; a tokenizer is not needed.
         options = [
@@ -208,7 +213,7 @@ class Server:
         with log.open("w") as file:
             self.process = subprocess.Popen(
                 [sys.executable, *(replaced.get(word, word) for word in words), *options],
-                env=os.environ | dict([variable.split("=")]),
+                env=os.environ | dict(variable.split("=") for variable in variables),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -242,10 +247,10 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as reply:
             return json.loads(reply.read())
 
-    def generated(self) -> tuple[list[int], list[str]]:
-        """See `generated`."""
+    def generated(self, model: str | None = None) -> tuple[list[int], list[str]]:
+        """See `generated`; ``model`` is the name of an adapter."""
         params = {"temperature": 0, "max_tokens": NEW_TOKENS}
-        body = {"token_ids": PROMPT, "sampling_params": params}
+        body = {"token_ids": PROMPT, "sampling_params": params, "model": model}
         status, reply = self.post("inference/v1/generate", body)
         assert status == 200, reply
         [choice] = reply["choices"]

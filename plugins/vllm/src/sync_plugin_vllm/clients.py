@@ -308,7 +308,9 @@ class HttpClient(Client):
         text = self.request("metrics", timeout, method="GET", setting=_METRICS).decode()
         if f"# TYPE {_GAUGE} " not in text:
             raise EngineError(f"{self.name} has no metric {_GAUGE}; start it with {_METRICS}")
-        used = _newest_labels(text)
+        if self.is_paused(timeout):
+            return list(names)  # its metrics do not show requests that wait since then
+        used = adapters_in_progress(text)
         return [name for name in names if name in used]
 
 
@@ -328,8 +330,19 @@ def _proxy_for(url: str) -> str:
     )
 
 
-def _newest_labels(text: str) -> set[str]:
-    """The names of adapters in the newest sample of the gauge, whose values are times."""
+def adapters_in_progress(text: str) -> set[str]:
+    r"""The adapters of requests in progress, by the metrics of a server.
+
+    Each sample of the gauge names adapters in its labels, and its value is a time.
+
+    Args:
+        text: what ``/metrics`` returns.
+
+    Example:
+        >>> gauge = 'vllm:lora_requests_info{running_lora_adapters="%s",waiting_lora_adapters=""}'
+        >>> sorted(adapters_in_progress(f"{gauge % 'a-v1'} 1.5e9\n{gauge % 'a-v1,a-v2'} 1.6e9"))
+        ['a-v1', 'a-v2']
+    """
     samples = []
     for line in text.splitlines():
         if line.startswith(f"{_GAUGE}{{"):
@@ -337,7 +350,7 @@ def _newest_labels(text: str) -> set[str]:
             samples.append((float(value), dict(_LABEL.findall(labels))))
     labels_of_newest = max(samples, key=lambda sample: sample[0])[1] if samples else {}
     kinds = ("running_lora_adapters", "waiting_lora_adapters")
-    return {name for kind in kinds for name in labels_of_newest.get(kind, "").split(",")}
+    return {n for kind in kinds for n in labels_of_newest.get(kind, "").split(",") if n}
 
 
 def _add_adapter(llm: Any, name: str, lora_id: int, directory: str) -> None:

@@ -129,6 +129,16 @@ class LoraWorker:
                 f"the adapter has rank {rank}, and the engine takes up to "
                 f"{self._lora_config.max_lora_rank}; start it with max_lora_rank={rank} or more"
             )
+        plain = base_names(specs)
+        sent = list(plain.values())
+        check_names(sent, self._taken, self._model, quantized=quantized, advice=advice)
+        if not quantized:
+            kinds: list[Kind] = [
+                (own, specs[name].dtype, specs[name].shape)
+                for name, own in plain.items()
+                if not is_tied(own, self._model)
+            ]
+            rehearse_loading(self._model, kinds)
         fused = FusedNames(self._model)
         lacking = [
             module
@@ -144,16 +154,6 @@ class LoraWorker:
                 f"{', '.join(map(repr, lacking[:8]))}: leave it out of the LoraConfig's "
                 "target_modules, or start the engine without a restriction of its own"
             )
-        plain = base_names(specs)
-        sent = list(plain.values())
-        check_names(sent, self._taken, self._model, quantized=quantized, advice=advice)
-        if not quantized:
-            kinds: list[Kind] = [
-                (own, specs[name].dtype, specs[name].shape)
-                for name, own in plain.items()
-                if not is_tied(own, self._model)
-            ]
-            rehearse_loading(self._model, kinds)
 
     def take(self, step: AdapterStep) -> None:
         """Have the next `load` write the files of a version.
