@@ -15,8 +15,8 @@ from tests.engines.engines import (
     with_engine,
 )
 
-from sync_core import Sender, SendError
-from sync_plugin_std import rename, split, unstack
+from sync_core import Sender, SendError, SyncError
+from sync_plugin_std import lora, rename, split, unstack
 from sync_plugin_vllm import VllmTarget
 
 pytestmark = pytest.mark.timeout(600)
@@ -133,3 +133,21 @@ def test_an_engine_that_takes_adapters(tmp_path: Path) -> None:
 
     computed = with_engine(tmp_path, use, enable_lora=True, max_lora_rank=8)
     assert computed == pytest.approx(reference_logprobs(new), abs=0.1)
+
+
+def test_an_engine_that_takes_no_adapters(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    make_model("Llama", 0).save_pretrained(tmp_path)
+    model = get_peft_model(make_model("Llama", 0), LoraConfig(target_modules=["q_proj"]))
+
+    def use(llm: Any) -> None:
+        target = VllmTarget(llm, adapter="policy")
+        layers = [lora("adapter")]
+        with Sender("shm", model, num_workers=1, strategy="checkpoint", layers=layers) as sender:
+            with pytest.raises(SyncError, match="takes no adapters; start it with enable_lora=T"):
+                target.connect(sender)
+            with pytest.raises(SyncError, match=r"for an adapter VllmTarget\(…, adapter="):
+                VllmTarget(llm).connect(sender)
+
+    with_engine(tmp_path, use)

@@ -272,7 +272,8 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             raise SyncError(
                 f"its ranks have staged the versions {staged} rather than {step.version}"
             )
-        self._lora.take(step)
+        writes = self._world_size == 1 or get_world_group().local_rank == 0
+        self._lora.take(step, writes=writes)
         try:
             receiver.load()
         except AdapterError:

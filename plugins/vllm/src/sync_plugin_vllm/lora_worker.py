@@ -30,7 +30,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from safetensors.torch import save_file
 from torch import Tensor
-from vllm.distributed.parallel_state import get_world_group
 
 from sync_core import Layout, OptionError, SyncError
 from sync_core.errors import LayoutMismatchError
@@ -97,6 +96,7 @@ class LoraWorker:
         self._names: set[str] = set()
         self._before: set[int] = set()
         self._step: AdapterStep | None = None
+        self._writes = False
         #: The number of the version in vLLM; 0 where it was not found there.
         self._found = 0
         #: Whether the files of the version are there.
@@ -155,8 +155,12 @@ class LoraWorker:
                 "target_modules, or start the engine without a restriction of its own"
             )
 
-    def take(self, step: AdapterStep) -> None:
+    def take(self, step: AdapterStep, *, writes: bool) -> None:
         """Have the next `load` write the files of a version.
+
+        Args:
+            step: the version.
+            writes: whether this rank does so for all ranks of its machine.
 
         Raises:
             OptionError: the engine has had an adapter of this name, or the directory is not one
@@ -171,7 +175,7 @@ class LoraWorker:
             )
         if not directory.is_absolute() or not _DIRECTORY.fullmatch(directory.name):
             raise OptionError(f"an adapter cannot be written to {step.directory!r}")
-        self._step = step
+        self._step, self._writes = step, writes
         self._before = set(self._manager().list_adapters())
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -188,7 +192,9 @@ class LoraWorker:
         try:
             description = AdapterDescription(**step.description)
             tensors = {n: t.contiguous() for n, t in named if _is_of(n, description.adapter)}
-            self._write(Path(step.directory), tensors, description)
+            ranks = _ranks(tensors, description)
+            if self._writes:
+                self._write(Path(step.directory), tensors, description, ranks)
         except Exception as error:
             raise AdapterError(0, f"{type(error).__name__}: {error}") from error
         self.written = True
@@ -247,11 +253,12 @@ class LoraWorker:
         return manager
 
     def _write(
-        self, directory: Path, tensors: Mapping[str, Tensor], description: AdapterDescription
+        self,
+        directory: Path,
+        tensors: Mapping[str, Tensor],
+        description: AdapterDescription,
+        ranks: Mapping[str, int],
     ) -> None:
-        if get_world_group().local_rank != 0:
-            return
-        ranks = _ranks(tensors, description)
         directory.mkdir(mode=0o700)
         self._directories.add(directory)
         names = {n: n.replace(f".{description.adapter}.weight", ".weight") for n in tensors}
