@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.engines.engines import (
     OPTIONS,
     PROMPT,
     Server,
+    blocks,
     check_output,
     make_llama,
     make_model,
@@ -49,7 +51,8 @@ def llm(checkpoint: Path) -> Iterator[Any]:
             str(checkpoint),
             weight_transfer_config=config,
             enable_lora=True,
-            max_lora_rank=8,
+            max_lora_rank=16,
+            max_cpu_loras=4,
             **OPTIONS,
         )
         yield llm
@@ -133,7 +136,7 @@ def directories(parent: Path) -> list[str]:
 
 def test_each_version_is_an_adapter_of_its_own(llm: Any, tmp_path: Path) -> None:
     model = make_trainer()
-    target = VllmTarget(llm, adapter="policy", adapter_directory=str(tmp_path))
+    target = VllmTarget(llm, adapter="each", adapter_directory=str(tmp_path))
     with connected(target, model) as sender:
         before: list[Any] = []
         for version in (1, 2, 3):
@@ -141,12 +144,13 @@ def test_each_version_is_an_adapter_of_its_own(llm: Any, tmp_path: Path) -> None
             assert (report.version, report.updated) == (version, (0,))
             [engine] = target.engines
             assert (engine.state, engine.version) == ("current", version)
-            assert engine.adapter == f"policy-v{version}"
+            assert engine.adapter == f"each-v{version}"
             assert sender.workers[0].state == "current"
             check_adapter(llm, target, model, *before)
             # The one before is gone from the engine, with its files.
-            assert llm.llm_engine.list_loras() == {target.lora_request().lora_int_id}
-            assert directories(tmp_path) == [f"policy-v{version}"]
+            now = {target.lora_request().lora_int_id}
+            assert llm.llm_engine.list_loras() == now
+            assert directories(tmp_path) == [f"each-v{version}"]
             before = [copy.deepcopy(model)]
             train(model)
 
@@ -242,7 +246,7 @@ def other_base(**sizes: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_trainer(r=16), r"rank 16, and the engine takes up to 8; .*max_lora_rank=16"),
+        (lambda: make_trainer(r=32), r"rank 32, and the engine takes up to 16; .*max_lora_rank=32"),
         (lambda: make_trainer(use_dora=True), r"cannot have use_dora=True"),
         (lambda: make_trainer(bias="all"), r"cannot have bias='all'"),
         (lambda: make_trainer(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\]"),
@@ -285,6 +289,36 @@ def test_what_the_trainer_does_not_act_with_is_not_sent(llm: Any, tmp_path: Path
         model.base_model.set_adapter(["default", "other"])
         with pytest.raises(ModelError, match=r"acts with \['default', 'other'\]"):
             target.send()
+
+
+def test_the_block_of_the_page(llm: Any, checkpoint: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    made = "llm = LLM(name, enable_lora=True, max_lora_rank=16, weight_transfer_config="
+    code = re.sub(rf"(?m)^{re.escape(made)}.*$", "", blocks("python")[6])
+    assert code != blocks("python")[6]
+    assert "range(100)" in code
+    names: dict[str, Any] = dict(
+        AutoModelForCausalLM=AutoModelForCausalLM,
+        Sender=Sender,
+        VllmTarget=lambda *args, **options: VllmTarget(
+            *args, adapter_directory=str(tmp_path), **options
+        ),
+        LoraConfig=LoraConfig,
+        torch=torch,
+        name=str(checkpoint),
+        llm=llm,
+        prompts=[{"prompt_token_ids": PROMPT}],
+        train=lambda model, outputs: train(model),
+    )
+    try:
+        exec(compile(code.replace("range(100)", "range(2)"), "vllm.md", "exec"), names)
+        names["target"].send()
+        assert names["target"].engines[0].adapter == "policy-v3"
+        check_adapter(llm, names["target"], names["model"])
+    finally:
+        names["sender"].close()
 
 
 @pytest.fixture(scope="module")

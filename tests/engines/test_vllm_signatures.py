@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.sources import FUNCTIONS, Sources, takes
+from tests.engines.sources import FUNCTIONS, Sources, takes, targets
 
 PLUGIN = Path(__file__).parents[2] / "plugins" / "vllm" / "src" / "sync_plugin_vllm"
 MODULES = sorted(path.stem for path in PLUGIN.glob("*.py"))
@@ -47,7 +47,11 @@ ATTRIBUTES = {
     ("vllm.config.model", "ModelConfig"): "quantization sleep_mode_backend",
     ("vllm.config.weight_transfer", "WeightTransferConfig"): "backend",
     (*WORKER,): "weight_transfer_engine sleep_mode_backend",
-    ("vllm.distributed.parallel_state", "GroupCoordinator"): "cpu_group",
+    ("vllm.config.vllm", "VllmConfig"): "lora_config",
+    ("vllm.config.lora", "LoRAConfig"): "max_lora_rank",
+    ("vllm.lora.model_manager", "LoRAModelManager"): "lora_manager modules list_adapters",
+    ("vllm.lora.peft_helper", "PEFTHelper"): "r lora_alpha rank_pattern alpha_pattern use_rslora",
+    ("vllm.distributed.parallel_state", "GroupCoordinator"): "cpu_group local_rank",
     (*LLM,): "llm_engine",
     (TRANSFER, "TrainerInitInfo"): "rank is_sender backend",
     (TRANSFER, "TrainerWeightTransferEngine"): "is_sender client source",
@@ -195,14 +199,19 @@ def test_an_engine_in_the_process_takes_our_calls(vllm: Sources) -> None:
         method = vllm.method(*LLM, name)
         if method is None or not takes(method, len(args), frozenset(keywords)):
             wrong.append(name)
-    engine = vllm.method("vllm.v1.engine.llm_engine", "LLMEngine", "reset_encoder_cache")
-    assert engine is not None
-    assert takes(engine, 0)
+    methods = {"reset_encoder_cache": 0, "add_lora": 1, "has_unfinished_requests": 0}
+    for name, count in methods.items():
+        method = vllm.method("vllm.v1.engine.llm_engine", "LLMEngine", name)
+        assert method is not None, name
+        assert takes(method, count), name
+    remove = vllm.method("vllm.lora.model_manager", "LoRAModelManager", "remove_adapter")
+    assert remove is not None
+    assert takes(remove, 1)
     assert not wrong
 
 
 def test_a_server_takes_our_requests(vllm: Sources) -> None:
-    """Each ``self.call("path", timeout, body)`` of `HttpClient`."""
+    """Each ``self.call("path", timeout, body)`` of `HttpClient`, and each ``self.request``."""
     routes: dict[tuple[str, str], Any] = {}
     for path in (vllm.root / "vllm" / "entrypoints").rglob("api_router.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -219,11 +228,19 @@ def test_a_server_takes_our_requests(vllm: Sources) -> None:
         route, _, query = called_path.partition("?")
         function = routes.get((kind, f"/{route}"))
         taken = {each.arg for each in function.args.args} if function else set()
+        for name in ("LoadLoRAAdapterRequest", "UnloadLoRAAdapterRequest"):
+            if function and f": {name}" in ast.unparse(function.args):
+                [request, *_] = vllm.classes("vllm.entrypoints.serve.lora.protocol", name)
+                taken |= {field for node in request.body for field in targets(node)}
         fields = {each.partition("=")[0] for each in query.split("&") if each}
         for body in args:
             fields |= {key.value for key in getattr(body, "keys", [])}
-        if function is None or not fields <= taken:
+        if route != "metrics" and (function is None or not fields <= taken):
             wrong.append(f"{kind} {called_path}")
+    assert ("POST", "/v1/unload_lora_adapter") in routes
+    metrics = (vllm.root / "vllm" / "v1" / "metrics" / "loggers.py").read_text()
+    for name in ("vllm:lora_requests_info", "waiting_lora_adapters", "running_lora_adapters"):
+        assert f'"{name}"' in metrics
     assert ("POST", "/sleep") in routes
     assert ("POST", "/wake_up") in routes
     assert not wrong
@@ -271,10 +288,14 @@ def client_calls(name: str) -> Iterator[tuple[str, list[ast.expr], dict[str, str
     """The calls of an engine by a client of ours: what is called, the arguments, and options."""
     for method in methods(ast.parse((PLUGIN / "clients.py").read_text()), name).values():
         for call in calls(method):
-            if ast.unparse(call.func) != "self.call" or isinstance(call.args[0], ast.Name):
+            if ast.unparse(call.func) not in ("self.call", "self.request"):
+                continue
+            if isinstance(call.args[0], ast.Name):
                 continue
             text, options = call.args[0], {}
             for each in call.keywords:
+                if each.arg == "setting":
+                    continue
                 options[str(each.arg)] = ast.literal_eval(each.value)
             parts = text.values if isinstance(text, ast.JoinedStr) else [text]
             written = [str(p.value) if isinstance(p, ast.Constant) else "keep" for p in parts]

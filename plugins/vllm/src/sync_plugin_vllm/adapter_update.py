@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -99,15 +98,17 @@ class AdapterSlot:
 
         A server refuses further requests for them at once. It may have accepted some that its
         metrics do not show yet, so their files remain until the next send.
+
+        Args:
+            timeout: of each call of the engine, in seconds.
         """
         assert self.current is not None
-        deadline = time.monotonic() + timeout
-        current, late = self.current.name, self.before[-1:] if self.client.names_adapters else []
-        self.client.forget_adapters(f"{self.name}-v", current, timeout)
-        used = self.client.adapters_in_use(self.before, max(0.1, deadline - time.monotonic()))
-        self.before = [name for name in self.before if name in used or name in late]
-        names = [current, *self.before]
-        self.client.step(max(0.1, deadline - time.monotonic()), step="keep", names=names)
+        current, prefix = self.current.name, f"{self.name}-v"
+        self.client.forget_adapters(prefix, current, timeout)
+        late = self.before[-1:] if self.client.names_adapters else []
+        used = {*late, *self.client.adapters_in_use(self.before, timeout)}
+        self.before = [name for name in self.before if name in used]
+        self.client.step(timeout, step="keep", name=prefix, names=[current, *self.before])
 
 
 def check_name(name: Any) -> str:

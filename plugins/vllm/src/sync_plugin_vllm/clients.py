@@ -294,15 +294,20 @@ class HttpClient(Client):
 
     def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
         del lora_id
-        body = {"lora_name": name, "lora_path": directory}
-        self.request("v1/load_lora_adapter", timeout, body, setting=_RUNTIME_LORA)
+        self.request(
+            "v1/load_lora_adapter",
+            timeout,
+            {"lora_name": name, "lora_path": directory},
+            setting=_RUNTIME_LORA,
+        )
 
     def forget_adapters(self, prefix: str, but: str, timeout: float) -> None:
         models = self.call("v1/models", timeout, method="GET")["data"]
         for name in (model["id"] for model in models):
             if name != but and name.startswith(prefix) and name[len(prefix) :].isdecimal():
-                body = {"lora_name": name}
-                self.request("v1/unload_lora_adapter", timeout, body, setting=_RUNTIME_LORA)
+                self.request(
+                    "v1/unload_lora_adapter", timeout, {"lora_name": name}, setting=_RUNTIME_LORA
+                )
 
     def adapters_in_use(self, names: Sequence[str], timeout: float) -> list[str]:
         text = self.request("metrics", timeout, method="GET", setting=_METRICS).decode()

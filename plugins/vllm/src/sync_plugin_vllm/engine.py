@@ -256,7 +256,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             receiver.reject(AdapterError(receiver.worker_id, step.reason))
             self._lora.drop()
         else:
-            self._lora.keep(step.names)
+            self._lora.keep(step.name, step.names)
 
     def _write_adapter(self, step: AdapterStep, staged: list[int | None]) -> None:
         receiver = self._connected()

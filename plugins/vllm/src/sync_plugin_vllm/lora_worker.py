@@ -13,7 +13,7 @@ adapters. So each is an ``init_weight_transfer_engine`` with an `AdapterStep`:
   ``add_lora``;
 - ``confirm``: each rank confirms the version if its LoRA manager has a new adapter;
 - ``drop``: each rank refuses the version, and its directory is removed;
-- ``keep``: adapters of other names are unloaded, and their directories removed.
+- ``keep``: the other versions are unloaded, and their directories removed.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class AdapterStep:
     Args:
         step: which step.
         version: the version.
-        name: the adapter's name in the engine, such as ``"policy-v7"``.
+        name: the adapter's name in the engine, such as ``"policy-v7"``; (keep) the part that all
+            versions share, such as ``"policy-v"``.
         directory: (write) where its files are written: a directory that does not exist yet.
         description: (write) the fields of an `AdapterDescription`.
         lora_id: (confirm) its number in vLLM; 0 where vLLM's server has chosen it.
         reason: (drop) why vLLM could not load it.
-        names: (keep) the names of adapters that requests may use.
+        names: (keep) the adapters that requests may use.
     """
 
     step: Step
@@ -175,6 +176,7 @@ class LoraWorker:
             )
         if not directory.is_absolute() or not _DIRECTORY.fullmatch(directory.name):
             raise OptionError(f"an adapter cannot be written to {step.directory!r}")
+        self._names.add(step.name)
         self._step, self._writes = step, writes
         self._before = set(self._manager().list_adapters())
 
@@ -222,7 +224,6 @@ class LoraWorker:
         assert self._step is not None
         directory = Path(self._step.directory)
         self._adapters[self._step.name] = _Loaded(directory, self._found)
-        self._names.add(self._step.name)
         self._step, self._found, self.written = None, 0, False
 
     def drop(self) -> None:
@@ -231,9 +232,15 @@ class LoraWorker:
             self._remove(Path(self._step.directory))
         self._step, self._found, self.written = None, 0, False
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Unload all adapters but those of these names, and remove their files."""
-        for name in self._adapters.keys() - set(names):
+    def keep(self, prefix: str, names: Iterable[str]) -> None:
+        """Unload the versions that are not named, and remove their files.
+
+        Args:
+            prefix: what the names of all versions of the adapter begin with.
+            names: the versions that remain.
+        """
+        versions = {n for n in self._adapters if n.rpartition("-v")[0] + "-v" == prefix}
+        for name in versions - set(names):
             gone = self._adapters.pop(name)
             self._manager().remove_adapter(gone.lora_id)
             self._remove(gone.directory)
