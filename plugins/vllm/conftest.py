@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-NEED_VLLM = ["engine", "proof", "reload", "sleep", "trainer"]
+NEED_VLLM = ["engine", "lora_worker", "proof", "reload", "sleep", "trainer"]
 
 collect_ignore = (
     [] if find_spec("vllm") else [f"src/sync_plugin_vllm/{name}.py" for name in NEED_VLLM]

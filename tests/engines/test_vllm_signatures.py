@@ -212,6 +212,31 @@ def test_an_engine_in_the_process_takes_our_calls(vllm: Sources) -> None:
 
 def test_a_server_takes_our_requests(vllm: Sources) -> None:
     """Each ``self.call("path", timeout, body)`` of `HttpClient`, and each ``self.request``."""
+    routes = routes_of(vllm)
+    wrong = []
+    for called_path, args, keywords in client_calls("HttpClient"):
+        kind = keywords.get("method", "POST")
+        route, _, query = called_path.partition("?")
+        if route == "metrics":
+            continue
+        function = routes.get((kind, f"/{route}"))
+        taken = fields_taken(vllm, function)
+        fields = {each.partition("=")[0] for each in query.split("&") if each}
+        for body in args:
+            fields |= {key.value for key in getattr(body, "keys", [])}
+        if function is None or not fields <= taken:
+            wrong.append(f"{kind} {called_path}")
+    assert ("POST", "/v1/unload_lora_adapter") in routes
+    metrics = (vllm.root / "vllm" / "v1" / "metrics" / "loggers.py").read_text()
+    for name in ("vllm:lora_requests_info", "waiting_lora_adapters", "running_lora_adapters"):
+        assert f'"{name}"' in metrics
+    assert ("POST", "/sleep") in routes
+    assert ("POST", "/wake_up") in routes
+    assert not wrong
+
+
+def routes_of(vllm: Sources) -> dict[tuple[str, str], Any]:
+    """The functions of a server, by method and path."""
     routes: dict[tuple[str, str], Any] = {}
     for path in (vllm.root / "vllm" / "entrypoints").rglob("api_router.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -222,28 +247,19 @@ def test_a_server_takes_our_requests(vllm: Sources) -> None:
                 if text.startswith(("router.get(", "router.post(")) and isinstance(each, ast.Call):
                     kind = text[len("router.") :].partition("(")[0].upper()
                     routes[kind, ast.literal_eval(each.args[0])] = node
-    wrong = []
-    for called_path, args, keywords in client_calls("HttpClient"):
-        kind = keywords.get("method", "POST")
-        route, _, query = called_path.partition("?")
-        function = routes.get((kind, f"/{route}"))
-        taken = {each.arg for each in function.args.args} if function else set()
-        for name in ("LoadLoRAAdapterRequest", "UnloadLoRAAdapterRequest"):
-            if function and f": {name}" in ast.unparse(function.args):
-                [request, *_] = vllm.classes("vllm.entrypoints.serve.lora.protocol", name)
-                taken |= {field for node in request.body for field in targets(node)}
-        fields = {each.partition("=")[0] for each in query.split("&") if each}
-        for body in args:
-            fields |= {key.value for key in getattr(body, "keys", [])}
-        if route != "metrics" and (function is None or not fields <= taken):
-            wrong.append(f"{kind} {called_path}")
-    assert ("POST", "/v1/unload_lora_adapter") in routes
-    metrics = (vllm.root / "vllm" / "v1" / "metrics" / "loggers.py").read_text()
-    for name in ("vllm:lora_requests_info", "waiting_lora_adapters", "running_lora_adapters"):
-        assert f'"{name}"' in metrics
-    assert ("POST", "/sleep") in routes
-    assert ("POST", "/wake_up") in routes
-    assert not wrong
+    return routes
+
+
+def fields_taken(vllm: Sources, function: Any) -> set[str]:
+    """The fields of the body and of the query that a route takes; none where there is no route."""
+    if function is None:
+        return set()
+    taken = {each.arg for each in function.args.args}
+    for name in ("LoadLoRAAdapterRequest", "UnloadLoRAAdapterRequest"):
+        if f": {name}" in ast.unparse(function.args):
+            [request, *_] = vllm.classes("vllm.entrypoints.serve.lora.protocol", name)
+            taken |= {field for node in request.body for field in targets(node)}
+    return taken
 
 
 @pytest.mark.parametrize("of", ATTRIBUTES, ids=lambda of: of[1])

@@ -8,11 +8,12 @@ interface uses `sync_plugin_vllm.trainer` instead, which does.
 
 from sync_plugin_vllm.clients import EngineError, HttpClient
 from sync_plugin_vllm.target import EngineStatus, VllmTarget
-from sync_plugin_vllm.votes import AsleepError, NotLoadedError
+from sync_plugin_vllm.votes import AdapterError, AsleepError, NotLoadedError
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdapterError",
     "AsleepError",
     "EngineError",
     "EngineStatus",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,35 @@ def describe_adapter(model: Any) -> AdapterDescription:
         scaling[path.removeprefix(PREFIX)] = float(layer.scaling[adapter])
     _check_trained(model, adapter)
     return AdapterDescription(adapter, scaling)
+
+
+def peft_config(ranks: Mapping[str, int], scaling: Mapping[str, float]) -> dict[str, Any]:
+    r"""Return the ``adapter_config.json`` by which PEFT and vLLM compute the scale of each module.
+
+    Args:
+        ranks: the rank of each module's part of the adapter.
+        scaling: see `AdapterDescription`.
+
+    Example:
+        >>> config = peft_config({"q": 4, "a.k": 2}, {"q": 2.0, "a.k": 2.0})
+        >>> config["r"], config["lora_alpha"], config["rank_pattern"], config["alpha_pattern"]
+        (4, 8.0, {'^a\\.k': 2}, {'^a\\.k': 4.0})
+    """
+    alphas = {module: scaling[module] * rank for module, rank in ranks.items()}
+    rank = Counter(ranks.values()).most_common(1)[0][0]
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    # A key of a pattern is a regular expression of the end of a name, unless it begins with ^.
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": sorted(ranks),
+        "rank_pattern": {f"^{re.escape(n)}": r for n, r in ranks.items() if r != rank},
+        "alpha_pattern": {f"^{re.escape(n)}": a for n, a in alphas.items() if a != alpha},
+        "use_rslora": False,
+        "bias": "none",
+        "inference_mode": True,
+    }
 
 
 def _acting(layers: dict[str, Any]) -> str:

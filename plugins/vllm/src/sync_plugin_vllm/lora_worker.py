@@ -22,7 +22,6 @@ import json
 import re
 import shutil
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,13 @@ from torch import Tensor
 
 from sync_core import Layout, OptionError, SyncError
 from sync_core.errors import LayoutMismatchError
-from sync_plugin_vllm.adapter_model import PREFIX, TENSOR, AdapterDescription, base_names
+from sync_plugin_vllm.adapter_model import (
+    PREFIX,
+    TENSOR,
+    AdapterDescription,
+    base_names,
+    peft_config,
+)
 from sync_plugin_vllm.names import FusedNames, check_names, is_tied
 from sync_plugin_vllm.reload import Kind, rehearse_loading
 from sync_plugin_vllm.votes import AdapterError
@@ -273,7 +278,7 @@ class LoraWorker:
             {names[name]: tensor for name, tensor in tensors.items()},
             directory / "adapter_model.safetensors",
         )
-        config = json.dumps(_config(ranks, description.scaling), indent=1)
+        config = json.dumps(peft_config(ranks, description.scaling), indent=1)
         (directory / "adapter_config.json").write_text(config)
 
     def _remove(self, directory: Path) -> None:
@@ -307,24 +312,6 @@ def _ranks(tensors: Mapping[str, Tensor], description: AdapterDescription) -> di
             f"model, in {', '.join(map(repr, wrong[:8]))}; send the model that the sender has"
         )
     return {module: of["A"] for module, of in ranks.items()}
-
-
-def _config(ranks: Mapping[str, int], scaling: Mapping[str, float]) -> dict[str, Any]:
-    """The ``adapter_config.json``, by which vLLM computes the scale of each module."""
-    alphas = {module: scaling[module] * rank for module, rank in ranks.items()}
-    rank = Counter(ranks.values()).most_common(1)[0][0]
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
-    return {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": alpha,
-        "target_modules": sorted(ranks),
-        "rank_pattern": {re.escape(m): r for m, r in ranks.items() if r != rank},
-        "alpha_pattern": {re.escape(m): a for m, a in alphas.items() if a != alpha},
-        "use_rslora": False,
-        "bias": "none",
-        "inference_mode": True,
-    }
 
 
 def _remove_all(directories: set[Path]) -> None:
