@@ -77,3 +77,33 @@ def sleep_and_send(llm: Any, scheme: str, *, all_or_none: bool) -> None:
         names = dict(llm=llm, target=target, model=model, train=change)
         exec(compile(blocks("python")[5], "vllm.md", "exec"), names)
         check_output(generated(llm), model, version + 1)
+
+
+@pytest.mark.parametrize("scheme", ["shm", "dist"])
+def test_a_rank_that_has_staged_the_version_before_catches_up(
+    checkpoint: Path, scheme: str
+) -> None:
+    """A rank that joins again may be given the last version just before the next one is sent."""
+    from tests.engines.sleeping import WORKER
+
+    def use(llm: Any) -> None:
+        model = make_llama(1)
+        target = VllmTarget(llm)
+        with Sender(scheme, model, num_workers=1, strategy="checkpoint", timeout=60) as sender:
+            target.connect(sender)
+            target.send()
+            llm.sleep(level=2)
+            llm.wake_up()
+            llm.start_weight_update()
+            engine = llm.llm_engine.model_executor.driver_worker.weight_transfer_engine
+            assert engine._staged == 1
+            change(model)
+            pending = sender.send_async()
+            llm.update_weights({"update_info": {"version": 2}})
+            llm.finish_weight_update()
+            assert pending.wait().updated == (0,)
+            assert (sender.workers[0].state, sender.workers[0].version) == ("current", 2)
+            tokens, _ = generated(llm)
+            check_output((tokens, ["2"]), model, 2)
+
+    with_engine(checkpoint, use, worker_cls=WORKER)
