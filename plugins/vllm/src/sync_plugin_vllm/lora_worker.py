@@ -19,6 +19,7 @@ adapters. So each is an ``init_weight_transfer_engine`` with an `AdapterStep`:
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import weakref
@@ -108,7 +109,7 @@ class LoraWorker:
         #: Whether the files of the version are there.
         self.written = False
         self._directories: set[Path] = set()
-        self._end = weakref.finalize(self, _remove_all, self._directories)
+        self._end = weakref.finalize(self, _remove_all, self._directories, os.getpid())
 
     def check(
         self, layout: Layout, description: AdapterDescription, advice: str, *, quantized: bool
@@ -314,6 +315,8 @@ def _ranks(tensors: Mapping[str, Tensor], description: AdapterDescription) -> di
     return {module: of["A"] for module, of in ranks.items()}
 
 
-def _remove_all(directories: set[Path]) -> None:
+def _remove_all(directories: set[Path], process: int) -> None:
+    if os.getpid() != process:
+        return  # forked from the rank's
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
