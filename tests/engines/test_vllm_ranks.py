@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+import torch
 from tests.engines.engines import (
+    NEW_TOKENS,
     OPTIONS,
+    PROMPT,
     change,
     check_output,
     generated,
@@ -21,13 +25,16 @@ from tests.engines.engines import (
 
 from sync_core import Sender, SendError, SyncError
 from sync_plugin_scale import Sharded, join_addresses
+from sync_plugin_std import lora
 from sync_plugin_vllm import VllmTarget
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def llm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Any]:
     # For the function that lets a rank fail.
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     from vllm import LLM
@@ -39,7 +46,7 @@ def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         tensor_parallel_size=2,
         worker_cls="tests.engines.sleeping.SleepingWorker",
         weight_transfer_config=WeightTransferConfig(backend="sync_core"),
-        **OPTIONS,
+        **(OPTIONS | getattr(request, "param", {})),
     )
     yield llm
     left = shared_memory(psutil.Process().children())
@@ -141,6 +148,56 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
         check_output(generated(llm), model, "1")
 
     send_shards(llm)
+
+
+@pytest.mark.parametrize("llm", [dict(enable_lora=True, max_cpu_loras=2)], indirect=True)
+def test_two_ranks_have_one_adapter(llm: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from vllm import SamplingParams
+
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    model: Any = get_peft_model(make_tied(0), config)
+    parent = tmp_path / "adapters"
+    parent.mkdir()
+    target = VllmTarget(llm, adapter="policy", adapter_directory=str(parent))
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False)
+    prompt = [{"prompt_token_ids": PROMPT}]
+
+    def check(version: int) -> None:
+        asked = dict(use_tqdm=False, lora_request=target.lora_request())
+        [output] = llm.generate(prompt, params, **asked)
+        tokens = list(output.outputs[0].token_ids)
+        check_output((tokens, ["-"]), copy.deepcopy(model).merge_and_unload(), "-")
+        assert [path.name.rpartition("-")[0] for path in parent.iterdir()] == [f"policy-v{version}"]
+
+    layers = [lora("adapter")]
+    with Sender(
+        "dist", model, num_workers=2, strategy="checkpoint", layers=layers, timeout=60
+    ) as sender:
+        target.connect(sender)
+        for version in (1, 2):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_" in name:
+                        parameter.normal_(std=0.15)
+            assert target.send().updated == (0, 1)
+            check(version)
+
+        # A version that one rank has not staged is loaded by none, and the one before is used.
+        llm.collective_rpc(_not_staging_once(rank=0))
+        with pytest.raises(SendError, match="have staged the versions"):
+            target.send()
+        assert target.engines[0].state == "behind"
+        check(2)
+        assert target.send().updated == (0, 1)
+        check(4)
+
+        # A base model that is discarded does not come with an adapter.
+        llm.sleep(level=2)
+        assert [engine.state for engine in target.engines] == ["lost"]
+        llm.wake_up()
+        with pytest.raises(SendError, match="which an adapter does not bring"):
+            target.send()
 
 
 def send_shards(llm: Any) -> None:
