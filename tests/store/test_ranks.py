@@ -31,8 +31,9 @@ from sync_core import (
     SenderLostError,
     SendReport,
 )
-from sync_core.errors import PayloadError
+from sync_core.errors import AddressError, PayloadError
 from sync_plugin_scale import Part, Sharded, join_addresses
+from sync_plugin_std import Fuse
 from sync_plugin_store import ConflictError, Mirror, Run, SignatureError, StoreError
 from sync_plugin_store.format import Manifest, object_name, read_json
 from sync_plugin_store.keys import SigningKey
@@ -543,6 +544,79 @@ def test_records_are_read_as_they_were_written() -> None:
             kind.from_bytes(session.to_bytes(key), key.public)
     with pytest.raises(SignatureError):
         Session.from_bytes(session.to_bytes(SigningKey.generate()), key.public)
+
+
+def senders_of(
+    directory: Path, held: Sequence[dict[str, torch.Tensor]], regions: Any = (), **options: Any
+) -> list[Sender]:
+    """Senders of ranks that hold any tensors."""
+    return [
+        Sender(
+            Sharded("store", rank, len(held), regions=regions[rank] if regions else None),
+            tensors,
+            url=str(directory / "run"),
+            key=str(directory / "key.pem"),
+            timeout=30.0,
+            **options,
+        )
+        for rank, tensors in enumerate(held)
+    ]
+
+
+def test_ranks_that_hold_other_layers_write_one_version(tmp_path: Path) -> None:
+    """As those of a pipeline do: no rank knows the tensors of another."""
+    held = [{f"layer.{i}": torch.full((3, 4), float(i)), "norm": torch.ones(4)} for i in range(3)]
+    with ExitStack() as ends:
+        senders = [ends.enter_context(sender) for sender in senders_of(tmp_path, held)]
+        pool = ends.enter_context(ThreadPoolExecutor(3))
+        published(list(pool.map(Sender.send, senders)), 1)
+        for sender in senders:
+            model = {**{f"layer.{i}": torch.zeros(3, 4) for i in range(3)}, "norm": torch.zeros(4)}
+            with Receiver(sender.address(), model) as reader:
+                assert reader.receive(20.0) == 1
+            for tensors in held:
+                assert all(torch.equal(model[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("layer", ["bf16", "fuse"])
+def test_layers_change_what_ranks_write(tmp_path: Path, layer: str) -> None:
+    torch.manual_seed(0)
+    whole = {"q": torch.randn(8, 6), "k": torch.randn(4, 6)}
+    regions = [
+        {"q": ((4 * r, 4 * r + 4, 8), (0, 6, 6)), "k": ((2 * r, 2 * r + 2, 4), (0, 6, 6))}
+        for r in range(2)
+    ]
+    held = [
+        {n: t[slice(*regions[r][n][0][:2])].clone() for n, t in whole.items()} for r in range(2)
+    ]
+    layers: list[Any] = ["bf16"] if layer == "bf16" else [Fuse({"qk": ["q", "k"]})]
+    expected = whole
+    if layer == "bf16":
+        expected = {name: tensor.bfloat16().float() for name, tensor in whole.items()}
+    else:
+        expected = {"qk": torch.cat([whole["q"], whole["k"]])}
+    with ExitStack() as ends:
+        senders = [
+            ends.enter_context(each) for each in senders_of(tmp_path, held, regions, layers=layers)
+        ]
+        pool = ends.enter_context(ThreadPoolExecutor(2))
+        published(list(pool.map(Sender.send, senders)), 1)
+        model = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+        bounds = {name: [(1, t.shape[0] - 1), (2, 5)] for name, t in expected.items()}
+        some = Part({n: torch.zeros(t.shape[0] - 2, 3) for n, t in expected.items()}, bounds)
+        for target in (model, some):
+            with Receiver(senders[1].address(), target) as reader:
+                assert reader.receive(20.0) == 1
+        for name, tensor in expected.items():
+            assert torch.equal(model[name], tensor)
+            assert torch.equal(some.model[name], tensor[1:-1, 2:5])
+
+
+def test_addresses_of_ranks_that_publish_are_not_joined(tmp_path: Path) -> None:
+    with trainer(tmp_path) as ranks:
+        addresses = [sender.address() for sender in ranks.senders]
+        with pytest.raises(AddressError, match=r"type Receiver\(sender.address\(\), model\)"):
+            join_addresses(addresses)
 
 
 def run_ranks(directory: Path, *arguments: Sequence[str]) -> list[str]:

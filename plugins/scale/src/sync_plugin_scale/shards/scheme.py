@@ -307,6 +307,13 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
         raise AddressError("join_addresses() needs the addresses of all ranks, got none")
     for address in addresses:
         endpoint = address.endpoint if isinstance(address, Address) else None
+        scheme = address.scheme if isinstance(address, Address) else None
+        if isinstance(scheme, Sharded) and not isinstance(endpoint, ShardEndpoint):
+            raise AddressError(
+                f"the ranks publish together, as {scheme.name} was given no workers, and the "
+                "address of any of them is that of all readers; type "
+                "Receiver(sender.address(), model)"
+            )
         if not isinstance(endpoint, ShardEndpoint) or endpoint.ranks[0].token:
             raise AddressError(
                 f"{address!r:.200} is not the address of a rank; type Sender(Sharded(scheme, rank, "
