@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,21 @@ def rank_sender(directory: Path, rank: int, size: int, **options: Any) -> Sender
 def transport_of(sender: Sender) -> Any:
     """What writes the parts of a rank."""
     return sender._pipeline.opened
+
+
+def leave_part(sender: Sender, rank: int, size: int, values: float) -> None:
+    """Write the next version's part of a rank, and wait for no other rank."""
+    transport = transport_of(sender)
+    write = transport._write_part
+
+    def write_and_leave(*arguments: Any) -> None:
+        write(*arguments)
+        raise InterruptedError
+
+    transport._write_part = write_and_leave
+    with suppress(InterruptedError):
+        sender.send(shard(values, rank, size))
+    transport._write_part = write
 
 
 class Trainer:
@@ -111,7 +126,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, nargs="+", default=[1])
     parser.add_argument("--dies-at", default="", help="the object that it does not write")
     parser.add_argument("--dies-with", type=int, default=0, help="the version that is not sent")
-    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--timeout", type=float, default=60.0, help="after the first version")
     arguments = parser.parse_args()
     put = Directory.put
     sending = 0
@@ -123,9 +138,8 @@ def main() -> None:
 
     if arguments.dies_with:
         Directory.put = dying  # type: ignore[method-assign]
-    with rank_sender(
-        arguments.directory, arguments.rank, arguments.size, timeout=arguments.timeout
-    ) as sender:
+    # The processes need not start at the same time.
+    with rank_sender(arguments.directory, arguments.rank, arguments.size, timeout=90.0) as sender:
         for sending in arguments.versions:
             values = shard(sending, arguments.rank, arguments.size)
             try:
@@ -135,6 +149,7 @@ def main() -> None:
             else:
                 sys.stdout.write(f"version {report.version} is published\n")
             sys.stdout.flush()
+            transport_of(sender)._timeout = arguments.timeout
 
 
 if __name__ == "__main__":

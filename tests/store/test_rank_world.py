@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,3 +54,26 @@ def test_readers_have_the_bits_of_the_trainer(outcomes: list[dict[str, Any]], ca
     compared = [found.get(rank_world.name_of(case)) for found in outcomes]
     readers = compared[TRAINERS:][: WORKER_KINDS[case[1]]]
     assert all(readers), compared
+
+
+@pytest.mark.long
+def test_the_example_publishes_and_reads(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "docs" / "examples" / "sharded_run.py"
+    url = str(tmp_path / "run")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    trained = printed(*torchrun, "train", url, str(tmp_path / "trainer.pem"))
+    key, output = re.search("key ([0-9a-f]{64})", trained), re.search("3: output (.+)", trained)
+    assert key is not None
+    assert output is not None
+    read = printed(sys.executable, str(script), "read", url, key[1])
+    assert read == f"reader: version 3, output {output[1]}\n"
+
+
+def printed(*command: str) -> str:
+    """Run a program; return what it has printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout

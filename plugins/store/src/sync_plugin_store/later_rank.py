@@ -40,8 +40,8 @@ class _Watch:
     Args:
         version: the version.
         session: the session that was seen last.
-        given_up: the version that had been given up when that was first seen: by a send before
-            this one, perhaps of a trainer that has ended.
+        given_up: the version that had been given up before this send, or when the session was first
+            seen: perhaps that of a trainer that has ended.
     """
 
     version: int
@@ -114,7 +114,10 @@ class LaterRank(Rank):
         if head is not None and head.version >= version:
             raise not_newer(self._objects.url, head.version, version)
         after = self._last if head is not None and self._last in head.versions else 0
+        known = self._session
         watch = _Watch(version)
+        if known is not None:
+            watch.session, watch.given_up = known.session, known.given_up
         joined = self.wait_for(lambda: self._look_joined(watch), deadline)
         if joined is None:
             raise self._not_begun(version)
