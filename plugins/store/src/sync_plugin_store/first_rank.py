@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,14 +28,13 @@ from sync_plugin_store.records import (
     SESSION,
     RankPart,
     Session,
+    read_part_name,
 )
 from sync_plugin_store.transport import StoreEndpoint
 
 __all__ = ["FirstRank"]
 
 _log = logging.getLogger("sync_core")
-# The name of the record of a part: its session, version and rank.
-_PART = re.compile(rf"{PARTS}([0-9a-f]{{32}})-([0-9]{{1,19}})-([0-9]{{1,9}})\.json")
 # The reason for which a version was given up is shortened to so many characters.
 _LONGEST_REASON = 1000
 
@@ -143,10 +141,9 @@ class FirstRank(Rank):
 
         def look() -> bool | None:
             for listed in self._objects.list(PARTS) if self._size > 1 else ():
-                match = _PART.fullmatch(listed.name)
-                if match is None or match[1] != self._session.session:
+                session, sent, rank = read_part_name(listed.name) or ("", 0, 0)
+                if session != self._session.session:
                     continue
-                sent, rank = int(match[2]), int(match[3])
                 if sent != version:
                     others[rank] = sent
                 elif 0 < rank < self._size and rank not in found:
@@ -220,8 +217,8 @@ class FirstRank(Rank):
         ours = f"{PARTS}{self._session.session}-"
         try:
             for listed in tuple(self._objects.list(PARTS)):
-                match = _PART.fullmatch(listed.name)
-                published = match is not None and int(match[2]) <= version
+                part = read_part_name(listed.name)
+                published = part is not None and part[1] <= version
                 ended = listed.name != SESSION and not listed.name.startswith(ours)
                 if published or ended:
                     self._objects.delete(listed.name)

@@ -28,7 +28,7 @@ from sync_plugin_store.format import (
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Found, Listed, Objects
 from sync_plugin_store.pieces import PieceWriter
-from sync_plugin_store.records import PARTS, SESSION, pieces_of_record
+from sync_plugin_store.records import PARTS, SESSION, pieces_of_record, read_part_name
 
 __all__ = ["Lease", "Publisher"]
 
@@ -102,6 +102,8 @@ class Publisher:
         self._keep = keep
         self._grace = grace
         self.session = session
+        # The records of the session's ranks as they were listed, and what they refer to, by name.
+        self._records: dict[str, tuple[Listed, set[str]]] = {}
         # Of what is not kept any longer: when it may go, and its names.
         self._leaving: deque[tuple[float, list[str]]] = deque()
         # For the head, and what is known of the store; held while both change.
@@ -429,12 +431,24 @@ class Publisher:
         names = set[str]()
         if not self.session:
             return names
+        read = dict[str, tuple[Listed, set[str]]]()
         for each in records:
-            if each.name == SESSION or each.name.startswith(f"{PARTS}{self.session}-"):
-                found = self._objects.look(each.name)
-                pieces = () if found is None else pieces_of_record(found.data, self._key.public)
-                names |= {each.name, *(object_name(piece.digest) for piece in pieces)}
+            if each.name != SESSION and not each.name.startswith(f"{PARTS}{self.session}-"):
+                continue
+            names.add(each.name)
+            part = read_part_name(each.name)
+            if part is None or part[1] > self._head.version:
+                known = self._records.get(each.name)
+                pieces = self._pieces_of(each) if known is None or known[0] != each else known[1]
+                read[each.name] = each, pieces
+                names |= pieces
+        self._records = read
         return names
+
+    def _pieces_of(self, record: Listed) -> set[str]:
+        found = self._objects.look(record.name)
+        pieces = () if found is None else pieces_of_record(found.data, self._key.public)
+        return {object_name(piece.digest) for piece in pieces}
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:

@@ -6,6 +6,7 @@ it begins. No rank takes what was written for another session, or for another ve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,12 +38,14 @@ __all__ = [
     "holding_name",
     "part_name",
     "pieces_of_record",
+    "read_part_name",
 ]
 
 #: The folder of the records.
 PARTS = "parts/"
 #: The name of the record of the session, which the first rank alone replaces.
 SESSION = "parts/session.json"
+_PART = re.compile(rf"{PARTS}([0-9a-f]{{32}})-([0-9]{{1,19}})-([0-9]{{1,9}})\.json")
 
 
 def holding_name(session: str, rank: int) -> str:
@@ -53,6 +56,18 @@ def holding_name(session: str, rank: int) -> str:
 def part_name(session: str, version: int, rank: int) -> str:
     """Return the name of the record of what a rank has written of a version."""
     return f"{PARTS}{session}-{version}-{rank}.json"
+
+
+def read_part_name(name: str) -> tuple[str, int, int] | None:
+    """Return the session, version and rank of the record of a part; None for other records.
+
+    Example:
+        >>> read_part_name(part_name("0" * 32, 7, 1)) == ("0" * 32, 7, 1)
+        True
+        >>> read_part_name(SESSION)
+    """
+    match = _PART.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True, slots=True)
