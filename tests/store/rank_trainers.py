@@ -37,7 +37,7 @@ def weights(version: float) -> dict[str, Tensor]:
 
 
 def shard(version: float, rank: int, size: int) -> dict[str, Tensor]:
-    """What a rank holds of it."""
+    """The part of it that a rank holds."""
     whole = weights(version)
     (first, last), _ = rows_of(rank, size)
     return {"weight": whole["weight"][first:last].clone(), "bias": whole["bias"]}
@@ -56,7 +56,7 @@ def rank_sender(directory: Path, rank: int, size: int, **options: Any) -> Sender
 
 
 def transport_of(sender: Sender) -> Any:
-    """What writes the parts of a rank."""
+    """The transport of a rank."""
     return sender._pipeline.opened
 
 

@@ -91,7 +91,7 @@ def holdings_of(tensors: dict[str, Tensor], held: list[dict[str, Region]]) -> li
 
 
 def written(holding: Holding, tensors: dict[str, Tensor], piece: int) -> tuple[Source, bytes]:
-    """What a rank writes: the file as a reader sees it, and its body."""
+    """The file of a rank as a reader sees it, and its body."""
     layout = file_layout(holding)
     parts = [take(tensors[t.name], t.region).contiguous() for t in holding.tensors]
     pieces = list(pieces_of(Payload(1, layout, parts), piece))

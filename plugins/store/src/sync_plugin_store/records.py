@@ -49,12 +49,12 @@ _PART = re.compile(rf"{PARTS}([0-9a-f]{{32}})-([0-9]{{1,19}})-([0-9]{{1,9}})\.js
 
 
 def holding_name(session: str, rank: int) -> str:
-    """Return the name of the record of what a rank holds."""
+    """Return the name of the record of the parts that a rank holds."""
     return f"{PARTS}{session}-{rank}.json"
 
 
 def part_name(session: str, version: int, rank: int) -> str:
-    """Return the name of the record of what a rank has written of a version."""
+    """Return the name of the record of a part of a version."""
     return f"{PARTS}{session}-{version}-{rank}.json"
 
 
@@ -125,7 +125,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class RankHolding:
-    """What a rank holds.
+    """The parts that a rank holds.
 
     Args:
         run: the run.
@@ -157,7 +157,7 @@ class RankHolding:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What a rank has written of a version.
+    """The part of a version that a rank has written.
 
     Args:
         run: the run.
