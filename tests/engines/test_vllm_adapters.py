@@ -136,7 +136,7 @@ def directories(parent: Path) -> list[str]:
 
 def test_each_version_is_an_adapter_of_its_own(llm: Any, tmp_path: Path) -> None:
     model = make_trainer()
-    target = VllmTarget(llm, adapter="each", adapter_directory=str(tmp_path))
+    target = VllmTarget(llm, adapter="each", adapter_directory=str(tmp_path), verify=True)
     with connected(target, model) as sender:
         before: list[Any] = []
         for version in (1, 2, 3):
@@ -270,6 +270,31 @@ def test_what_the_engine_cannot_take_is_named(llm: Any, make: Any, message: str)
     assert target.engines[0].state == "unconnected"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+        "lm_head.weight",
+    ],
+)
+def test_another_base_model_is_noticed(llm: Any, name: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = make_llama(0)
+    with torch.no_grad():
+        base.get_parameter(name).mul_(1.01)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["v_proj"]))
+    target = VllmTarget(llm, adapter="other-base", verify=True)
+    with pytest.raises(
+        SyncError, match=r"base model is not the one .* in 'model\.|lm_head"
+    ) as raised:
+        connected(target, model)
+    assert " and " not in str(raised.value)  # no other layer is named
+
+
 def test_what_the_trainer_does_not_act_with_is_not_sent(llm: Any, tmp_path: Path) -> None:
     from peft import LoraConfig
 
@@ -377,7 +402,8 @@ def test_a_server_ends_requests_with_the_adapter_that_they_began_with(
     server: Server, tmp_path: Path
 ) -> None:
     model = make_trainer()
-    target = VllmTarget(server.url, adapter="policy", adapter_directory=str(tmp_path))
+    directory = str(tmp_path)
+    target = VllmTarget(server.url, adapter="policy", adapter_directory=directory, verify=True)
     with connected(target, model, "dist"):
         target.send()
         check_server(server, target, model)

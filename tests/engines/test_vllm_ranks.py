@@ -159,7 +159,7 @@ def test_two_ranks_have_one_adapter(llm: Any, tmp_path: Path) -> None:
     model: Any = get_peft_model(make_tied(0), config)
     parent = tmp_path / "adapters"
     parent.mkdir()
-    target = VllmTarget(llm, adapter="policy", adapter_directory=str(parent))
+    target = VllmTarget(llm, adapter="policy", adapter_directory=str(parent), verify=True)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False)
     prompt = [{"prompt_token_ids": PROMPT}]
 

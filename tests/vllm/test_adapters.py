@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sync_core import ModelError, OptionError, gathered
 from sync_plugin_vllm import VllmTarget
-from sync_plugin_vllm.adapter_model import describe_adapter, peft_config
+from sync_plugin_vllm.adapter_model import base_samples, describe_adapter, peft_config, read_sample
 
 #: One name ends like another one.
 NAMES = ("q", "a.q", "a.k", "b.a.k")
@@ -93,10 +93,26 @@ def test_what_vllm_has_no_place_for_is_named(model: Any, message: str) -> None:
     [
         (dict(adapter="a/b"), "adapter must be a name of letters"),
         (dict(adapter=""), "adapter must be a name of letters"),
-        (dict(adapter="a", verify=True), "without verify"),
         (dict(adapter="a", adapter_directory="tmp"), "absolute path"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         VllmTarget([], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_samples_of_the_base_model_arrive_as_they_are(dtype: torch.dtype) -> None:
+    model = make(target_modules=["k"]).to(dtype)
+    samples = base_samples(model)
+    base = model.unload()
+    assert samples.keys() == {name for name, _ in base.named_parameters()}
+    for name, parameter in base.named_parameters():
+        expected = parameter if parameter.dim() == 1 else parameter[:, 0]
+        assert torch.equal(read_sample(*samples[name]), expected)
+
+
+@pytest.mark.parametrize("sample", [("save", "AAAA"), ("float32", "AAAA"), ("float32", "?")])
+def test_what_is_not_a_sample_is_refused(sample: tuple[str, str]) -> None:
+    with pytest.raises(OptionError, match="cannot be read"):
+        read_sample(*sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import sys
 from collections import Counter
@@ -9,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from sync_core import ModelError
+from sync_core import ModelError, OptionError
 from sync_core.models import ComputedWeights, plain_name
 
 #: What PEFT puts before the names of the base model.
@@ -208,3 +210,52 @@ def base_names(names: Iterable[str]) -> dict[str, str]:
         for name in names
         if ".lora_" not in name
     }
+
+
+def base_samples(model: Any) -> dict[str, tuple[str, str]]:
+    """Return the first column of each weight of the base model, and all of each vector.
+
+    Args:
+        model: what ``peft.get_peft_model`` returned.
+
+    Returns:
+        By the plain name: the dtype, such as ``"bfloat16"``, and the bytes in base64.
+
+    Raises:
+        ModelError: tensors are spread over ranks, and the others do not take part.
+    """
+    if isinstance(model, ComputedWeights):
+        model = model.model
+    named = dict(model.named_parameters(remove_duplicate=False))
+    plain = plain_name(model)
+    own = base_names(map(plain, named))
+    found = {}
+    for name, parameter in named.items():
+        if plain(name) not in own:
+            continue
+        if hasattr(parameter, "full_tensor"):
+            raise ModelError(
+                f"verify=True reads the base model, and {name!r} is spread over ranks; type "
+                "VllmTarget(…, adapter=…) without verify"
+            )
+        sample = parameter.detach()
+        sample = (sample[..., 0] if sample.dim() > 1 else sample).cpu().contiguous()
+        data = sample.reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = str(sample.dtype).removeprefix("torch.")
+        found[own[plain(name)]] = dtype, base64.b64encode(data).decode()
+    return found
+
+
+def read_sample(dtype: str, data: str) -> Tensor:
+    """Return a sample of `base_samples`: a column or a vector, with one dimension.
+
+    Raises:
+        OptionError: they are not what that function has written.
+    """
+    kind = getattr(torch, dtype, None)
+    try:
+        if not isinstance(kind, torch.dtype):
+            raise TypeError(f"{dtype!r} is not a dtype")
+        return torch.frombuffer(bytearray(base64.b64decode(data, validate=True)), dtype=kind)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"a sample of the base model cannot be read: {error}") from error

@@ -38,7 +38,7 @@ from vllm.logger import init_logger
 from sync_core import Address, Layout, OptionError, Receiver, SyncError
 from sync_core.errors import AddressError
 from sync_core.registry import LAYERS, find
-from sync_plugin_vllm.adapter_model import AdapterDescription
+from sync_plugin_vllm.adapter_model import AdapterDescription, base_names, read_sample
 from sync_plugin_vllm.lora_worker import AdapterStep, LoraWorker
 from sync_plugin_vllm.names import check_names, check_tied, is_tied, tied_names
 from sync_plugin_vllm.proof import Proof, check_provable
@@ -57,12 +57,14 @@ class SyncCoreInitInfo(WeightTransferInitInfo):
         addresses: one for each rank of the engine, each as `sync_core.Address.to_json` wrote it.
         verify: whether each version is proved after it was loaded; see `sync_plugin_vllm.proof`.
         adapter: of a sender of an adapter, the fields of its `AdapterDescription`.
+        base: with ``verify``, of a sender of an adapter, what `base_samples` has of its base model.
         step: the fields of an `AdapterStep`, for an engine that is connected; nothing else then.
     """
 
     addresses: list[str] = field(default_factory=list)
     verify: bool = False
     adapter: dict[str, Any] | None = None
+    base: dict[str, Any] = field(default_factory=dict)
     step: dict[str, Any] | None = None
 
 
@@ -123,17 +125,8 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         error: Exception | None = None
         receiver = None
         try:
-            if init_info.verify:
-                check_provable(self.model, self.model_config.quantization)
             advice = _advice(address)
-            if adapter is None:
-                self._check_names(address.layout.names, self._names, advice)
-                if self.model_config.quantization is None:
-                    rehearse_loading(self.model, _kinds(address.layout, self.model))
-            else:
-                quantized = self.model_config.quantization is not None
-                description = AdapterDescription(**adapter)
-                self._lora.check(address.layout, description, advice, quantized=quantized)
+            self._check(address, init_info, advice)
             receiver = self._join(address, adapter=adapter is not None)
         except Exception as raised:
             error = raised
@@ -150,6 +143,21 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         # it has not read for answers to the next call. So only the last rank raises.
         if self._rank == self._world_size - 1:
             raise SyncError(f"weight transfer is not set up: {_listed(problems)}") from error
+
+    def _check(self, address: Address, init_info: SyncCoreInitInfo, advice: str) -> None:
+        """Raise unless the engine can take what a sender sends."""
+        quantized = self.model_config.quantization is not None
+        if init_info.verify:
+            check_provable(self.model, self.model_config.quantization)
+        if init_info.adapter is None:
+            self._check_names(address.layout.names, self._names, advice)
+            if not quantized:
+                rehearse_loading(self.model, _kinds(address.layout, self.model))
+            return
+        description = AdapterDescription(**init_info.adapter)
+        self._lora.check(address.layout, description, advice, quantized=quantized)
+        if init_info.verify:
+            self._check_base(address.layout, init_info.base)
 
     def start_weight_update(self) -> None:
         """Stage the newest version; the model keeps the one that it has."""
@@ -266,7 +274,8 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             raise AdapterError(
                 receiver.worker_id,
                 "sleep(level=2) has discarded the engine's weights, which an adapter does not "
-                "bring; start the engine again, and type target.add(engine)",
+                "bring; let vLLM load them again, and type target.connect(sender) with "
+                "verify=True, which compares them",
             )
         if any(version != step.version for version in staged):
             raise SyncError(
@@ -279,6 +288,25 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         except AdapterError:
             if not self._lora.written:
                 raise
+
+    def _check_base(self, layout: Layout, samples: dict[str, Any]) -> None:
+        """Raise unless the layers compute with the base model of an adapter."""
+        if self._memory.asleep:
+            raise self._memory.error(-1)
+        proof = Proof(self.model, self._tensor_rank, turn=0, columns=1)
+        dimensions = {
+            own: len(layout.specs[layout.index[name]].shape)
+            for name, own in base_names(layout.names).items()
+        }
+        for name, (dtype, data) in samples.items():
+            sample = read_sample(dtype, data)
+            proof.add(name, sample if dimensions[name] == 1 else sample[:, None])
+        if wrong := proof.differing():
+            raise SyncError(
+                f"the engine's base model is not the one of the trainer's adapter, in {wrong}; "
+                "start the engine with the checkpoint that the trainer began with"
+            )
+        self._memory.discarded = False
 
     def _find_adapter(self, step: AdapterStep) -> None:
         self._lora.find(step.lora_id)
@@ -333,9 +361,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         """
         sent: list[str] = []
         tied, kept = tied_names(self.model), dict[str, Tensor]()
-        ranks = self.parallel_config.tensor_parallel_size
-        rank = self.parallel_config.rank % ranks, ranks
-        proof = Proof(self.model, rank, self._loads) if self._verify else None
+        proof = Proof(self.model, self._tensor_rank, self._loads) if self._verify else None
         self._loads += 1
 
         def moved() -> Iterable[tuple[str, Tensor]]:
@@ -363,6 +389,12 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         """All names of the model's tensors."""
         named = (self.model.named_parameters, self.model.named_buffers)
         return frozenset(name for each in named for name, _ in each(remove_duplicate=False))
+
+    @property
+    def _tensor_rank(self) -> tuple[int, int]:
+        """The rank among those that share each layer, and how many these are."""
+        ranks = int(self.parallel_config.tensor_parallel_size)
+        return int(self.parallel_config.rank) % ranks, ranks
 
     @property
     def _world_size(self) -> int:

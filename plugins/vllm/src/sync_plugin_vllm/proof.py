@@ -53,26 +53,33 @@ class Proof:
         model: vLLM's model.
         rank: of this process among those that share each layer, and how many these are.
         turn: chooses the columns.
+        columns: how many columns of each weight are compared.
     """
 
-    def __init__(self, model: Any, rank: tuple[int, int], turn: int) -> None:
+    def __init__(
+        self, model: Any, rank: tuple[int, int], turn: int, columns: int = _COLUMNS
+    ) -> None:
         self._model = model
         names = dict(model.named_parameters(remove_duplicate=False))
         self._names = {without_lora(name) for name in names}
         self._rank, self._ranks = rank
         self._turn = turn
+        self._count = columns
         self._fused = FusedNames(model)
         #: By a name of vLLM's: the samples that it consists of, by the names that were sent.
         self._samples: dict[str, dict[str, Tensor]] = {}
 
     def sample(self, name: str, tensor: Tensor) -> None:
         """Keep some columns of a weight that is sent, or all of a vector."""
+        if tensor.dim() > 1:
+            tensor = tensor[..., self._columns(tensor.shape[-1]).to(tensor.device)]
+        self.add(name, tensor.clone())
+
+    def add(self, name: str, sample: Tensor) -> None:
+        """Keep a sample that was taken elsewhere."""
         owner = next((found for found in self._fused.owners(name) if found in self._names), None)
         if owner is not None:
-            kept = tensor
-            if tensor.dim() > 1:
-                kept = tensor[..., self._columns(tensor.shape[-1]).to(tensor.device)]
-            self._samples.setdefault(owner, {})[name] = kept.clone()
+            self._samples.setdefault(owner, {})[name] = sample
 
     def check(self) -> None:
         """Compare the samples with what the layers compute.
@@ -80,6 +87,15 @@ class Proof:
         Raises:
             SyncError: layers compute with something else; the message names them.
         """
+        if wrong := self.differing():
+            raise SyncError(
+                f"vLLM's {type(self._model).__name__} does not compute with what was sent, in "
+                f"{wrong}. If the loader of this model scales or transposes weights, which "
+                "verify=True does not know, type VllmTarget(…) without verify"
+            )
+
+    def differing(self) -> str:
+        """The names of what layers compute with, and differs from the samples; some of many."""
         wrong = []
         first: dict[int, str] = {}
         for path, layer in self._model.named_modules():
@@ -89,14 +105,8 @@ class Proof:
                 parts = self._samples.get(own) or self._samples.get(name)
                 if parts is not None and not self._agrees(layer, leaf, parameter, name, parts):
                     wrong.append(own)
-        if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            raise SyncError(
-                f"vLLM's {type(self._model).__name__} does not compute with what was sent, in "
-                f"{', '.join(map(repr, wrong[:_SHOWN]))}{more}. If the loader of this model scales "
-                "or transposes weights, which verify=True does not know, type VllmTarget(…) "
-                "without verify"
-            )
+        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        return ", ".join(map(repr, wrong[:_SHOWN])) + more
 
     def _agrees(
         self, layer: Any, leaf: str, parameter: Tensor, name: str, parts: dict[str, Tensor]
@@ -154,7 +164,7 @@ class Proof:
         return torch.cat(held)
 
     def _columns(self, size: int) -> Tensor:
-        count = min(size, _COLUMNS)
+        count = min(size, self._count)
         return torch.arange(count, device="cpu") * size // count + self._turn % (size // count)
 
     @property

@@ -22,7 +22,7 @@ from sync_core import (
     WorkerError,
 )
 from sync_core.checks import check_seconds
-from sync_plugin_vllm.adapter_model import AdapterDescription, describe_adapter
+from sync_plugin_vllm.adapter_model import AdapterDescription, base_samples, describe_adapter
 from sync_plugin_vllm.adapter_update import AdapterSlot, check_directory, check_name, request_for
 from sync_plugin_vllm.clients import Client, Pause, client_for
 from sync_plugin_vllm.votes import AsleepError, NotLoadedError, Votes
@@ -123,7 +123,7 @@ class VllmTarget:
             ``"wait"``, they end first; ``"abort"``, they end at once.
         verify: whether each rank compares, after each load, what its layers compute with what was
             sent. A version that fails is not confirmed: the engine is ``"bad"``, and the error
-            names the layers.
+            names the layers. With ``adapter`` the base model is compared once, by `connect`.
         all_or_none: whether engines take each step together: all have staged the version, then
             all are paused, then all load it, then all are resumed. If one does not come as far as
             to load, none loads: they fail with `NotLoadedError`, which ``on_failure`` of the
@@ -165,11 +165,6 @@ class VllmTarget:
         for name, given in (("verify", verify), ("all_or_none", all_or_none)):
             if not isinstance(given, bool):
                 raise OptionError(f"{name} must be True or False, got {given!r}")
-        if adapter is not None and verify:
-            raise OptionError(
-                "verify=True proves the weights of whole versions, and an adapter brings none; "
-                "type VllmTarget(…, adapter=…) without verify"
-            )
         self._adapter = None if adapter is None else check_name(adapter)
         self._directory = check_directory(adapter_directory)
         self._pause = pause
@@ -375,6 +370,8 @@ class VllmTarget:
         described = self._describe(self._connected().model)
         if described is not None:
             info["adapter"] = asdict(described)
+            if self._verify:
+                info["base"] = base_samples(self._connected().model)
         engine.client.init(info, _left(deadline))
         if engine.torn:
             engine.set(state="bad", version=None, error=None)
