@@ -198,6 +198,13 @@ def test_two_ranks_have_one_adapter(llm: Any, tmp_path: Path) -> None:
         llm.wake_up()
         with pytest.raises(SendError, match="which an adapter does not bring"):
             target.send()
+        with Sender("shm", make_tied(0), num_workers=2, strategy="checkpoint") as whole:
+            base = VllmTarget(llm)
+            base.connect(whole)
+            base.send()
+        target.connect(sender)
+        assert target.send().updated == (0, 1)
+        check(6)
 
 
 def send_shards(llm: Any) -> None:

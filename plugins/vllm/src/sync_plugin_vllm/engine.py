@@ -274,8 +274,8 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             raise AdapterError(
                 receiver.worker_id,
                 "sleep(level=2) has discarded the engine's weights, which an adapter does not "
-                "bring; let vLLM load them again, and type target.connect(sender) with "
-                "verify=True, which compares them",
+                "bring; send the base model by another VllmTarget(…), without adapter=, and type "
+                "target.connect(sender) again",
             )
         if any(version != step.version for version in staged):
             raise SyncError(
