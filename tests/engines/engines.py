@@ -148,12 +148,18 @@ def check_output(output: tuple[list[int], list[str]], model: Any, version: objec
     assert bool((worse <= allowed).all()), f"{tokens} instead of {greedy(model)}: {worse.tolist()}"
 
 
-def generated(llm: Any) -> tuple[list[int], list[str]]:
-    """The tokens that an engine makes, and the versions that it attributes them to."""
+def generated(llm: Any, adapter: Any = None) -> tuple[list[int], list[str]]:
+    """The tokens that an engine makes, and the versions that it attributes them to.
+
+    Args:
+        llm: the engine.
+        adapter: a ``LoRARequest``.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False)
-    [request] = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    prompt = [{"prompt_token_ids": PROMPT}]
+    [request] = llm.generate(prompt, params, use_tqdm=False, lora_request=adapter)
     [output] = request.outputs
     return list(output.token_ids), [span.version for span in output.weight_versions]
 

@@ -12,9 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from tests.engines.engines import (
-    NEW_TOKENS,
     OPTIONS,
-    PROMPT,
     change,
     check_output,
     generated,
@@ -153,20 +151,15 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
 @pytest.mark.parametrize("llm", [dict(enable_lora=True, max_cpu_loras=2)], indirect=True)
 def test_two_ranks_have_one_adapter(llm: Any, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
-    from vllm import SamplingParams
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
     model: Any = get_peft_model(make_tied(0), config)
     parent = tmp_path / "adapters"
     parent.mkdir()
     target = VllmTarget(llm, adapter="policy", adapter_directory=str(parent), verify=True)
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False)
-    prompt = [{"prompt_token_ids": PROMPT}]
 
     def check(version: int) -> None:
-        asked = dict(use_tqdm=False, lora_request=target.lora_request())
-        [output] = llm.generate(prompt, params, **asked)
-        tokens = list(output.outputs[0].token_ids)
+        tokens, _ = generated(llm, target.lora_request())
         check_output((tokens, ["-"]), copy.deepcopy(model).merge_and_unload(), "-")
         assert [path.name.rpartition("-")[0] for path in parent.iterdir()] == [f"policy-v{version}"]
 
