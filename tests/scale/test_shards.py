@@ -337,7 +337,11 @@ def test_addresses_that_do_not_join_are_named() -> None:
         ({"w": torch.zeros(3, 2)}, None, "'w' is [4, 2] in the weights and [3, 2] in the model"),
         ({"w": torch.zeros(4, 2).half()}, None, "a layer that casts allows that"),
         ({"v": torch.zeros(4, 2)}, None, "'w' is in the weights, not in the model"),
-        ({"w": torch.zeros(4)}, {"w": ((0, 4),)}, "has 2 dimensions on rank 0, and 1 in worker 0"),
+        (
+            {"w": torch.zeros(4)},
+            {"w": ((0, 4),)},
+            "has 2 dimensions on rank 0, and 1 where it is wanted",
+        ),
     ],
 )
 def test_models_that_do_not_fit_are_refused(model: Any, regions: Any, message: str) -> None:

@@ -168,7 +168,7 @@ def plan(
         if len(problems) > _SHOWN:
             shown.append(f"… and {len(problems) - _SHOWN} more")
         raise LayoutMismatchError(
-            "the shards of the trainer do not make up what the worker wants; nothing was "
+            "the shards of the trainer do not make up the tensors that are wanted; nothing was "
             "written:\n  " + "\n  ".join(shown)
         )
     return parts
@@ -180,7 +180,7 @@ class _Geometry:
     Args:
         wanted: the region that is wanted.
         held: ranks with the regions that they hold.
-        destination: the id of the worker, for messages.
+        destination: the id of the worker.
     """
 
     def __init__(self, wanted: Region, held: Held, destination: int) -> None:
@@ -190,8 +190,8 @@ class _Geometry:
         for rank, region in held:
             if len(region) != len(wanted):
                 self.problems.append(
-                    f"{{!r}} has {len(region)} dimensions on rank {rank}, and {len(wanted)} in "
-                    f"worker {destination}"
+                    f"{{!r}} has {len(region)} dimensions on rank {rank}, and {len(wanted)} where "
+                    "it is wanted"
                 )
                 return
             if size_of(region):
@@ -204,7 +204,7 @@ class _Geometry:
             if (part := intersect(region, wanted)) is not None
         ]
         if not self.problems and size_of(wanted):
-            self.problems += self._gap(wanted, destination)
+            self.problems += self._gap(wanted)
         #: The same for every tensor, where there is nothing to choose.
         self._fixed: tuple[Part, ...] | None = None
         if all(len(ranks) == 1 for _, ranks, _ in self._parts):
@@ -222,14 +222,14 @@ class _Geometry:
                 chosen.append(Part(source, region))
         return self._fixed or tuple(chosen)
 
-    def _gap(self, wanted: Region, destination: int) -> list[str]:
+    def _gap(self, wanted: Region) -> list[str]:
         if sum(size for _, _, size in self._parts) == size_of(wanted):
             return []
         left = [wanted]
         for part, _, _ in self._parts:
             left = [rest for region in left for rest in subtract(region, part)]
         gap = f"no rank holds {write_region(left[0])} of it"
-        return [f"{{!r}}: worker {destination} wants {write_region(wanted)}, and {gap}"]
+        return [f"{{!r}}: {write_region(wanted)} is wanted, and {gap}"]
 
 
 def _rotated(ranks: list[int], by: int) -> list[int]:
