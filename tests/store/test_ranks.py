@@ -191,7 +191,7 @@ def test_ranks_that_send_nothing_are_named_and_the_next_send_works(tmp_path: Pat
         )
         assert isinstance(first, StoreError)
         assert re.search(message, str(first))
-        # It is told, and does not wait for a minute.
+        # It raises the reason at once, and does not wait for a minute.
         assert isinstance(third, StoreError)
         assert re.search("version 2 was not published, as rank 0 has given it up", str(third))
         assert reader.receive(0.0) is None
@@ -445,7 +445,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
             manifest = run.manifest(1)
     data = manifest.to_bytes()
     assert Manifest.from_bytes(data) == manifest
-    # What a release before format 2 says.
+    # The error of a release before format 2.
     with pytest.raises(PayloadError, match=r"format 2, and this is .* for format 1; type: pip"):
         read_json(data, "a manifest", (1,))
     content = json.loads(data)
@@ -476,7 +476,7 @@ def test_what_was_abandoned_is_removed_and_what_a_part_needs_stays(tmp_path: Pat
     old = {n for n in files(tmp_path / "run") if n.startswith("objects/")}
     with trainer(tmp_path) as ranks:
         now = files(tmp_path / "run")
-        # What the ranks hold is the same, and was written again.
+        # The holdings are the same, and were written again.
         assert left.name not in {Path(name).name for name in now}
         assert len(now & old) < len(old)
         published(ranks.send(1.0), 1)

@@ -1,4 +1,4 @@
-"""What is told of a PEFT model's adapter to an engine, and what an engine cannot be told."""
+"""Descriptions of a PEFT model's adapter for an engine, and adapters that are refused."""
 
 from __future__ import annotations
 

@@ -7,18 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from sync_core import (
-    Delivery,
-    Layout,
-    Payload,
-)
+from sync_core import Delivery, Layout, Payload
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Holding
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
 from sync_plugin_store.format import Manifest, Piece, digest_of
-from sync_plugin_store.holdings import (
-    file_layout,
-)
+from sync_plugin_store.holdings import file_layout
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects
 from sync_plugin_store.publisher import Publisher
@@ -173,8 +167,8 @@ class FirstRank(Rank):
         except SignatureError as error:
             raise SignatureError(
                 f"the part of rank {rank} in {self._objects.url} is not signed with the key of the "
-                "run; give every rank the same file, Sender(…, key='FILE'), and let nobody else "
-                "write there"
+                "run; give every rank the same file, Sender(…, key='FILE'), and no other "
+                "process write access"
             ) from error
         written = joined.holdings.ranks[rank]
         layout = file_layout(written)

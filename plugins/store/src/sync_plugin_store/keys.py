@@ -16,7 +16,7 @@ from sync_plugin_store.errors import SignatureError
 
 __all__ = ["HEAD_PURPOSE", "PARTS_PURPOSE", "SigningKey", "verify"]
 
-#: What is signed begins with its purpose, so that a signature holds for nothing else.
+#: Signed content begins with its purpose, so that a signature holds for nothing else.
 HEAD_PURPOSE, PARTS_PURPOSE = b"sync-plugin-store HEAD 1\n", b"sync-plugin-store parts 2\n"
 
 

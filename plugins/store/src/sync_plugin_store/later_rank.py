@@ -6,12 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sync_core import (
-    Delivery,
-    LayoutMismatchError,
-    Payload,
-    SyncError,
-)
+from sync_core import Delivery, LayoutMismatchError, Payload, SyncError
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Holding
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError

@@ -43,7 +43,7 @@ __all__ = ["HINT", "JoinedSession", "Rank", "write_ranks"]
 _Found = TypeVar("_Found")
 # From one look for another rank's record to the next, in seconds; doubled up to ``poll``.
 _FIRST_PAUSE = 0.005
-# What a rank holds is described in less, in bytes.
+# The longest description of what a rank holds, in bytes.
 _LONGEST_HOLDING = 64 << 20
 #: What to ask where ranks wait for each other in vain.
 HINT = "does each rank call send(), with the same version and the same url?"

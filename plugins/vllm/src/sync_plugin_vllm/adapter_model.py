@@ -1,4 +1,4 @@
-"""The trainer's LoRA adapter as vLLM has to be told of it: which modules, and with what scale."""
+"""The description of the trainer's LoRA adapter for vLLM: its modules, ranks and scales."""
 
 from __future__ import annotations
 

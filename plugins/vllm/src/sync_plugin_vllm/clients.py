@@ -19,7 +19,7 @@ from sync_core import OptionError, SyncError
 Pause: TypeAlias = Literal["keep", "wait", "abort"]
 
 
-#: What a server is started with.
+#: The settings with which a server is started.
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1, which adds the calls for weights"
 _RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which adds the calls for adapters"
 _METRICS = "its metrics: leave out --disable-log-stats"

@@ -36,8 +36,8 @@ BAD = "bad"
 #: estimate. An engine with whole weights must not stay paused.
 _CONCLUDING = 5.0
 
-# How long the answer of a rank that has refused a version may take, once another way has told of
-# it, in seconds; estimate.
+# How long the answer of a rank that has refused a version may take, once its refusal is known by
+# another way, in seconds; estimate.
 _ANSWERING = 1.0
 
 # The share of a send's time in which engines are resumed, after one of ``all_or_none`` was late;

@@ -96,7 +96,7 @@ class Sharded(WrappingScheme):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Those of the inner scheme that are kept; it publishes where it has ``create_rank``."""
+        """The inner scheme's that are kept; ``publishes`` only where it has ``create_rank``."""
         found = super().capabilities
         return found if self._create_rank is not None else found - {"publishes"}
 
