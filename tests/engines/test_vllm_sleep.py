@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,5 +106,33 @@ def test_a_rank_that_has_staged_the_version_before_catches_up(
             assert (sender.workers[0].state, sender.workers[0].version) == ("current", 2)
             tokens, _ = generated(llm)
             check_output((tokens, ["2"]), model, 2)
+
+    with_engine(checkpoint, use, worker_cls=WORKER)
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "loaded"])
+def test_a_rank_that_sleeps_refuses_each_version_that_it_is_sent(
+    checkpoint: Path, check: bool
+) -> None:
+    """A rank that joins again in its sleep may be sent the last version, and then the next one."""
+    from tests.engines.sleeping import WORKER
+
+    def use(llm: Any) -> None:
+        model = make_llama(1)
+        target = VllmTarget(llm)
+        with Sender("dist", model, num_workers=1, strategy="checkpoint", timeout=60) as sender:
+            target.connect(sender)
+            target.send()
+            llm.sleep(level=2)
+            llm.start_weight_update()
+            pending = sender.send_async()
+            info = {"version": 2, "check": check}
+            with pytest.raises(Exception, match="lost its weights") if check else nullcontext():
+                llm.update_weights({"update_info": info})
+                llm.finish_weight_update()
+            with pytest.raises(SendError) as raised:
+                pending.wait()
+            [result] = raised.value.report.failed.values()
+            assert isinstance(result.error, AsleepError)
 
     with_engine(checkpoint, use, worker_cls=WORKER)

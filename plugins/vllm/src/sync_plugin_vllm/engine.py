@@ -163,11 +163,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         """Stage the newest version; the model keeps the one that it has."""
         self._staged = None
         try:
-            receiver = self._connected()
-            self._staged = receiver.stage()
-            if self._memory.asleep:
-                self._staged = None
-                receiver.reject(self._memory.error(receiver.worker_id))
+            self._stage()
         except Exception:
             _logger.exception("no version could be staged")
 
@@ -178,10 +174,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
     def receive_weights(self, update_info: SyncCoreUpdateInfo) -> None:
         """Load a version, and answer the sender."""
         receiver = self._connected()
-        if self._memory.asleep:
-            self._staged = None
-        self._catch_up(receiver, update_info.version)
-        staged = self._gather(self._staged)
+        staged = self._stage_up_to(update_info.version)
         if update_info.check:
             self._check_staged(staged, update_info.version)
             return
@@ -227,14 +220,25 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             self._receiver.close()
             self._receiver = None
 
-    def _catch_up(self, receiver: Receiver, version: int) -> None:
-        """Stage a version, where a rank that has joined again was sent the one before it first."""
+    def _stage(self) -> None:
+        """Stage the version that comes next; while the weights are asleep, refuse it."""
+        receiver = self._connected()
+        self._staged = receiver.stage()
+        if self._memory.asleep:
+            receiver.reject(self._memory.error(receiver.worker_id))
+
+    def _stage_up_to(self, version: int) -> list[int | None]:
+        """Return the version that each rank has staged; None where its weights are asleep.
+
+        A rank that has joined again may have been sent the version before first.
+        """
         try:
             while self._staged is not None and self._staged < version:
-                self._staged = receiver.stage()
+                self._stage()
         except Exception:
             self._staged = None
             _logger.exception("version %d could not be staged", version)
+        return self._gather(None if self._memory.asleep else self._staged)
 
     def _join(self, address: Address, *, adapter: bool) -> Receiver:
         load = self._lora.load if adapter else self._load
@@ -250,11 +254,9 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         if step.step == "stage":
             self.start_weight_update()
         elif step.step == "check":
-            self._catch_up(receiver, step.version)
-            self._check_staged(self._gather(self._staged), step.version)
+            self._check_staged(self._stage_up_to(step.version), step.version)
         elif step.step == "write":
-            self._catch_up(receiver, step.version)
-            staged = self._gather(self._staged)
+            staged = self._stage_up_to(step.version)
             self._together(lambda: self._write_adapter(step, staged))
         elif step.step == "confirm":
             if self._together(lambda: self._find_adapter(step)):
