@@ -348,6 +348,18 @@ def test_an_engine_without_weights_is_not_current(
     assert [engine.state for engine in target.engines] == ["current", "current"]
 
 
+def test_an_engine_that_was_dropped_is_not_current(engines: list[TorchEngine]) -> None:
+    target = VllmTarget(engines, timeout=20)
+    with connected(target, torch.nn.Linear(2, 1), on_failure="drop"):
+        engines[1].fails_in = "start"
+        target.send()
+        engines[1].fails_in = ""
+        assert target.send().updated == (0,)
+        assert [(e.state, e.version) for e in target.engines] == [("current", 2), ("behind", 0)]
+        assert "type target.remove" in str(target.engines[1].error)
+        assert engines[1].labels == []
+
+
 def test_nothing_is_current_before_the_first_send(engines: list[TorchEngine]) -> None:
     target = VllmTarget(engines, timeout=20)
     with connected(target, torch.nn.Linear(2, 1)):

@@ -405,6 +405,7 @@ class VllmTarget:
             pending.deliveries[i] for i in engine.status.worker_ids if i in pending.deliveries
         ]
         torn, engine.pause_began = engine.torn, time.perf_counter()
+        failure: Exception | None = None
         try:
             if len(deliveries) < len(engine.status.worker_ids):
                 raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
@@ -415,17 +416,23 @@ class VllmTarget:
         except _OthersFailedError as others:
             _not_loaded(engine, deliveries, others)
         except Exception as error:
+            failure = error
             votes.fail(engine.key, error)
             _fail(engine, pending, error)
-        if all(delivery.ended and delivery.error is None for delivery in deliveries):
+        errors = [delivery.error for delivery in deliveries if delivery.error is not None]
+        complete = len(deliveries) == len(engine.status.worker_ids)
+        if complete and not errors:
+            failure = None
             engine.torn = False
-        elif all(d.answer is not None and d.answer.model_state == "kept" for d in deliveries):
-            engine.torn = torn
+        else:
+            failure = errors[0] if errors else failure
+            if all(d.answer is not None and d.answer.model_state == "kept" for d in deliveries):
+                engine.torn = torn
         votes.pass_on("loaded", engine.key)
         if engine.slot is not None:
-            self._conclude_adapter(engine, engine.slot, version, deliveries)
+            self._conclude_adapter(engine, engine.slot, version, failure)
             return
-        self._conclude(engine, version, deliveries)
+        self._conclude(engine, version, failure)
         engine.set(pause_seconds=time.perf_counter() - engine.pause_began)
 
     def _bring(
@@ -488,15 +495,14 @@ class VllmTarget:
         for delivery in deliveries:
             delivery.wait(_left(deadline))
 
-    def _conclude(self, engine: _Engine, version: int, deliveries: Sequence[Delivery]) -> None:
+    def _conclude(self, engine: _Engine, version: int, failure: Exception | None) -> None:
         """Set the status of an engine, label its outputs, and resume it unless it is torn."""
-        failed = [delivery.error for delivery in deliveries if delivery.error is not None]
-        engine.set(error=failed[0] if failed else None)
+        engine.set(error=failure)
         try:
             if engine.torn:
                 engine.set(state="bad", version=None)
                 engine.client.label(BAD, _CONCLUDING)
-            elif failed:
+            elif failure is not None:
                 engine.set(state="behind")
             else:
                 engine.set(state="current", version=version)
@@ -535,12 +541,11 @@ class VllmTarget:
                 engine.set(error=engine.failure)
 
     def _conclude_adapter(
-        self, engine: _Engine, slot: AdapterSlot, version: int, deliveries: Sequence[Delivery]
+        self, engine: _Engine, slot: AdapterSlot, version: int, failure: Exception | None
     ) -> None:
         """Set the status of an engine, and unload the adapters that it needs no longer."""
-        failed = [delivery.error for delivery in deliveries if delivery.error is not None]
-        if failed:
-            engine.set(state="behind", error=failed[0])
+        if failure is not None:
+            engine.set(state="behind", error=failure)
             return
         assert slot.current is not None
         engine.set(state="current", version=version, error=None, adapter=slot.current.name)
