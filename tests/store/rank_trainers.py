@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sync_core import Sender, SendReport
+from sync_core import Receiver, Sender, SendReport
 from sync_core.models import Region
-from sync_plugin_scale import Sharded
+from sync_plugin_scale import Part, Sharded
 from sync_plugin_store.objects import Directory
 
 ROWS, COLUMNS = 64, 32
@@ -43,6 +43,44 @@ def shard(version: float, rank: int, size: int) -> dict[str, Tensor]:
     return {"weight": whole["weight"][first:last].clone(), "bias": whole["bias"]}
 
 
+def blank() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
+
+
+def part(region: Region) -> Part:
+    shape = [stop - start for start, stop in region]
+    return Part({"weight": torch.zeros(shape), "bias": torch.zeros(5)}, {"weight": region})
+
+
+def check(model: Any, values: float, region: Region | None = None) -> None:
+    """Compare a model, or a region of it, with the whole model at a version."""
+    expected = weights(values)
+    if region is not None:
+        expected["weight"] = expected["weight"][tuple(slice(*bounds) for bounds in region)]
+    for name, tensor in expected.items():
+        assert torch.equal(model[name], tensor), name
+
+
+def check_read(address: Any, version: int, values: float) -> None:
+    """Let a new reader read a version, and compare it."""
+    model = blank()
+    with Receiver(address, model) as reader:
+        assert reader.receive(20.0) == version
+    check(model, values)
+
+
+def published(outcomes: Sequence[SendReport | BaseException], version: int) -> None:
+    """Assert that each rank has published a version."""
+    for outcome in outcomes:
+        assert isinstance(outcome, SendReport), outcome
+        assert outcome.version == version
+
+
+def parts(directory: Path) -> list[Path]:
+    """The records of parts of versions."""
+    return [p for p in (directory / "run" / "parts").iterdir() if p.name.count("-") == 2]
+
+
 def rank_sender(directory: Path, rank: int, size: int, **options: Any) -> Sender:
     """The sender of one rank."""
     (first, last), columns = rows_of(rank, size)
@@ -61,7 +99,7 @@ def transport_of(sender: Sender) -> Any:
 
 
 def leave_part(sender: Sender, rank: int, size: int, values: float) -> None:
-    """Write the next version's part of a rank, and wait for no other rank."""
+    """Write the next version's part of a rank, and no more, as a rank that is killed then."""
     transport = transport_of(sender)
     write = transport._write_part
 
@@ -69,10 +107,10 @@ def leave_part(sender: Sender, rank: int, size: int, values: float) -> None:
         write(*arguments)
         raise InterruptedError
 
-    transport._write_part = write_and_leave
+    transport._write_part, transport._withdraw = write_and_leave, lambda version: None
     with suppress(InterruptedError):
         sender.send(shard(values, rank, size))
-    transport._write_part = write
+    del transport._write_part, transport._withdraw
 
 
 class Trainer:
@@ -103,6 +141,32 @@ class Trainer:
 
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(send, ranks))
+
+
+@contextmanager
+def senders_of(
+    directory: Path, held: Sequence[dict[str, Tensor]], regions: Any = (), **options: Any
+) -> Iterator[list[Sender]]:
+    """Make the senders of ranks that hold any tensors."""
+    given = {"url": str(directory / "run"), "key": str(directory / "key.pem"), "timeout": 30.0}
+    with ExitStack() as ends:
+        yield [
+            ends.enter_context(
+                Sender(
+                    Sharded("store", rank, len(held), regions=regions[rank] if regions else None),
+                    tensors,
+                    **{**given, **options},
+                )
+            )
+            for rank, tensors in enumerate(held)
+        ]
+
+
+def send_all(senders: Sequence[Sender]) -> list[SendReport | BaseException]:
+    """Send from all ranks at once; return the reports, or what was raised."""
+    with ThreadPoolExecutor(len(senders)) as pool:
+        pending = [pool.submit(sender.send) for sender in senders]
+        return [each.exception(60.0) or each.result() for each in pending]
 
 
 @contextmanager
