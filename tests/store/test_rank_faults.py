@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -320,3 +322,40 @@ def test_a_rank_that_is_killed_leaves_the_last_version(
             assert reader.receive(20.0) == 2
             check(model, 5)
             assert not parts(tmp_path)
+
+
+def test_a_part_of_a_send_that_failed_is_not_joined_with_later_ones(tmp_path: Path) -> None:
+    """Ranks count versions alone: rank 0 may send later weights under the number of the failure."""
+    with trainer(tmp_path) as ranks:
+        published(ranks.send(1.0), 1)
+        transport_of(ranks.senders[1])._timeout = 0.2
+        (failed,) = ranks.send_from([1], 2.0)
+        assert isinstance(failed, StoreError)
+        assert not parts(tmp_path)
+        transport_of(ranks.senders[0])._timeout = 0.2
+        # Rank 0 sends version 2, and rank 1 version 3.
+        first, second = ranks.send(3.0)
+        assert isinstance(first, StoreError), first
+        assert isinstance(second, StoreError), second
+        with Run(str(tmp_path / "run"), Run.key_of(ranks.senders[0])) as run:
+            assert run.version == 1
+
+
+def test_a_rank_that_joined_an_ended_trainer_writes_again_for_the_next(tmp_path: Path) -> None:
+    """Also where the next trainer holds more: the ranks then write other parts."""
+    held = [{name: torch.ones(4)} for name in "abc"]
+    with senders_of(tmp_path, held[:2]) as (_, second), ThreadPoolExecutor(2) as pool:
+        transport, written = transport_of(second), threading.Event()
+        write = transport._write_part
+
+        def write_and_tell(*arguments: Any) -> None:
+            write(*arguments)
+            written.set()
+
+        transport._write_part = write_and_tell
+        sending = pool.submit(second.send)
+        assert written.wait(30.0)
+        with senders_of(tmp_path, [{**held[0], **held[2]}, held[1]]) as (first, _):
+            published([pool.submit(first.send).result(30.0), sending.result(30.0)], 1)
+            with Run(str(tmp_path / "run"), Run.key_of(first)) as run:
+                assert [len(file.pieces) for file in run.manifest(1).ranks] == [2, 2]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from sync_core import Delivery, LayoutMismatchError, Payload, SyncError
-from sync_core.errors import PayloadError
 from sync_plugin_scale import Holding
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
 from sync_plugin_store.format import File
@@ -16,7 +15,7 @@ from sync_plugin_store.objects import Objects
 from sync_plugin_store.pieces import PieceWriter
 from sync_plugin_store.publisher import not_newer
 from sync_plugin_store.ranks import HINT, JoinedSession, Rank, write_ranks
-from sync_plugin_store.reader import RunReader
+from sync_plugin_store.reader import GoneError, RunReader
 from sync_plugin_store.records import (
     SESSION,
     RankPart,
@@ -27,31 +26,7 @@ from sync_plugin_store.transport import StoreEndpoint
 
 __all__ = ["LaterRank"]
 
-
-@dataclass(slots=True)
-class _Watch:
-    """Notices when the first rank gives a version up.
-
-    Args:
-        version: the version.
-        session: the session that was seen last.
-        given_up: the version that had been given up before this send, or when the session was first
-            seen: perhaps that of a trainer that has ended.
-    """
-
-    version: int
-    session: str = ""
-    given_up: int = 0
-
-    def look_at(self, session: Session) -> None:
-        """Raise `StoreError` where the version was given up since the session was first seen."""
-        if session.session != self.session:
-            self.session, self.given_up = session.session, session.given_up
-        if session.given_up == self.version != self.given_up:
-            raise StoreError(
-                f"version {self.version} was not published, as rank 0 has given it up: "
-                f"{session.reason}"
-            )
+_log = logging.getLogger("sync_core")
 
 
 class LaterRank(Rank):
@@ -80,6 +55,9 @@ class LaterRank(Rank):
         self._reader = RunReader([objects], key.public, timeout=timeout, streams=1)
         self._session: Session | None = None
         self._tag: str | None = None
+        # The version that had been given up when the session was first seen: perhaps by a trainer
+        # that has ended.
+        self._given_up = 0
         # The session with which a version was published.
         self._bound = ""
         # The newest version that has this rank's part, and the digests of that.
@@ -109,15 +87,11 @@ class LaterRank(Rank):
         if head is not None and head.version >= version:
             raise not_newer(self._objects.url, head.version, version)
         after = self._last if head is not None and self._last in head.versions else 0
-        known = self._session
-        watch = _Watch(version)
-        if known is not None:
-            watch.session, watch.given_up = known.session, known.given_up
-        joined = self.wait_for(lambda: self._look_joined(watch), deadline)
-        if joined is None:
-            raise self._not_begun(version)
-        file = self._writer.write(self.part_of(payload, joined), self._known if after else ())
-        self._settle(watch, after, joined, file, deadline)
+        try:
+            self._write(payload, after, deadline)
+        except BaseException:
+            self._withdraw(version)
+            raise
         return {}
 
     def close(self) -> None:
@@ -126,39 +100,45 @@ class LaterRank(Rank):
         self._reader.close()
         self._writer.close()
 
-    def _settle(
-        self, watch: _Watch, after: int, joined: JoinedSession, file: File, deadline: float
-    ) -> None:
-        """Write the record of a part, and wait until the version is published."""
-        version, answered = watch.version, ""
+    def _write(self, payload: Payload, after: int, deadline: float) -> None:
+        """Write this rank's part for each session that is met, until the version is published."""
+        version = payload.version
+        written: tuple[JoinedSession, File] | None = None
 
         def look() -> bool | None:
-            nonlocal answered
-            now = self._look_joined(watch)
-            if now is not None and now.session != answered:
-                if now.digest != joined.digest:
-                    raise ConflictError(
-                        "the ranks hold other parts of the model than before; make a new Sender on "
-                        "every rank"
-                    )
-                answered = now.session
-                self._write_part(version, after, now, file)
+            nonlocal written
             head = self._reader.look()
-            return True if head is not None and head.version >= version else None
+            if head is not None and head.version >= version:
+                return True
+            now = self._look_joined(version)
+            if now is None or (written and written[0].session == now.session):
+                return None
+            if written and written[0].digest == now.digest:
+                file = written[1]
+            else:
+                # In a session that has ended, ranks may have held something else.
+                known = self._known if after else ()
+                file = self._writer.write(self.part_of(payload, now), known)
+            self._write_part(version, after, now, file)
+            written = now, file
+            return None
 
-        if self.wait_for(look, deadline) is None:
+        published = self.wait_for(look, deadline)
+        if not written:
+            raise self._taken_over(version) if published else self._not_begun(version)
+        if published is None:
             raise StoreError(
                 f"rank {self._rank} has written its part of version {version}, and rank 0 did not "
                 f"publish the version within {self._timeout:g} s; see its error: {HINT}"
             )
         try:
-            manifest = self._reader.manifest(version)
-            ours = manifest.ranks[self._rank : self._rank + 1] == (file,)
-        except PayloadError as error:
+            ranks = self._reader.manifest(version).ranks
+        except GoneError as error:
             raise self._taken_over(version) from error
-        if not ours:
+        joined, file = written
+        if ranks[self._rank : self._rank + 1] != (file,):
             raise self._taken_over(version)
-        self._bound = answered
+        self._bound = joined.session
         self._last = version
         self._known = frozenset(piece.digest for piece in file.objects)
 
@@ -168,7 +148,19 @@ class LaterRank(Rank):
         part = RankPart(run, session, self._rank, version, after, joined.digest, file)
         self._objects.put(part_name(session, version, self._rank), part.to_bytes(self._key))
 
-    def _look_joined(self, watch: _Watch) -> JoinedSession | None:
+    def _withdraw(self, version: int) -> None:
+        """Remove the record of a part, so that rank 0 does not join it with parts of later sends.
+
+        Ranks count versions alone, and rank 0 may not have sent this one.
+        """
+        if self._session is None:
+            return
+        try:
+            self._objects.delete(part_name(self._session.session, version, self._rank))
+        except StoreError as error:
+            _log.warning("a part of version %d stays in %s: %s", version, self._objects.url, error)
+
+    def _look_joined(self, version: int) -> JoinedSession | None:
         """Return the parts that all ranks write; None while some have not begun.
 
         Raises:
@@ -177,7 +169,10 @@ class LaterRank(Rank):
         session = self._look_session()
         if session is None:
             return None
-        watch.look_at(session)
+        if session.given_up >= version and session.given_up != self._given_up:
+            raise StoreError(
+                f"version {version} was not published, as rank 0 has given it up: {session.reason}"
+            )
         try:
             return self.join(session)
         except LayoutMismatchError as error:
@@ -207,7 +202,7 @@ class LaterRank(Rank):
             # One that has ended may have had other ranks.
             return None
         if new:
-            self._mismatch = None
+            self._mismatch, self._given_up = None, session.given_up
             self.write_holding(session)
         self._session, self._tag = session, found.tag
         return session
