@@ -359,3 +359,56 @@ def test_a_rank_that_joined_an_ended_trainer_writes_again_for_the_next(tmp_path:
             published([pool.submit(first.send).result(30.0), sending.result(30.0)], 1)
             with Run(str(tmp_path / "run"), Run.key_of(first)) as run:
                 assert [len(file.pieces) for file in run.manifest(1).ranks] == [2, 2]
+
+
+def test_a_record_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
+    with trainer(tmp_path) as ranks:
+        half = tmp_path / "run" / "parts" / ".half"
+        half.touch()
+        published(ranks.send(1.0), 1)
+        assert half.exists()
+
+
+def test_the_others_learn_what_was_given_up_after_an_answer_was_lost(tmp_path: Path) -> None:
+    """Also where Ctrl-C ended rank 0's send."""
+    with trainer(tmp_path, timeout=60.0) as ranks:
+        published(ranks.send(1.0), 1)
+        first = transport_of(ranks.senders[0])
+        swap, first._timeout = first._objects.swap, 0.1
+
+        def lose(*arguments: Any) -> str:
+            swap(*arguments)
+            raise StoreError("the answer was lost")
+
+        first._objects.swap = lose
+        ranks.send_from([0], 2.0)
+        del first._objects.swap
+
+        def interrupt(*arguments: Any) -> None:
+            raise KeyboardInterrupt
+
+        first._wait_for_parts = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            ranks.senders[0].send(shard(3.0, 0, 2))
+        # Rank 1 is two versions behind.
+        (failed,) = ranks.send_from([1], 2.0)
+        assert "rank 0 has given it up: KeyboardInterrupt" in str(failed)
+
+
+def test_a_list_of_parts_that_readers_refuse_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sync_plugin_store.ranks.MOST_HOLDINGS", 200)
+    with trainer(tmp_path, timeout=1.0) as ranks:
+        first, second = ranks.send(1.0)
+        message = "the parts that 2 ranks hold take [0-9]+ bytes to list, and readers take 200"
+        assert re.search(message, str(first))
+        assert re.search(message, str(second))
+
+
+def test_ranks_may_hold_very_many_tensors(tmp_path: Path) -> None:
+    """Their list is longer than any other record."""
+    names = [f"layer.{i}.{'x' * 4000}" for i in range(4300)]
+    held = [{f"{name}.{rank}": torch.ones(()) for name in names} for rank in range(2)]
+    with senders_of(tmp_path, held) as senders:
+        published(send_all(senders), 1)

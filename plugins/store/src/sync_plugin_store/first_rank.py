@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from sync_core import Delivery, Layout, Payload
+from sync_core import Delivery, Layout, Payload, SyncError
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Holding
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
 from sync_plugin_store.format import Manifest, Piece, digest_of
 from sync_plugin_store.holdings import file_layout
 from sync_plugin_store.keys import SigningKey
-from sync_plugin_store.objects import Objects
+from sync_plugin_store.objects import Found, Objects
 from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.ranks import HINT, JoinedSession, Rank, write_ranks
 from sync_plugin_store.records import (
@@ -22,7 +22,7 @@ from sync_plugin_store.records import (
     SESSION,
     RankPart,
     Session,
-    read_part_name,
+    read_record_name,
 )
 from sync_plugin_store.transport import StoreEndpoint
 
@@ -67,9 +67,7 @@ class FirstRank(Rank):
         # Of what all ranks write, which is written with the first version.
         self._piece: Piece | None = None
         self._session = Session(publisher.run, publisher.session, self._size)
-        standing = objects.look(SESSION)
-        self._tag = None if standing is None else standing.tag
-        self._write_session()
+        self._write_session(objects.look(SESSION))
         # Ranks that have not found this session yet write their records again when they do.
         self._remove_parts(0)
         self.write_holding(self._session)
@@ -92,7 +90,7 @@ class FirstRank(Rank):
         self._publisher.check_newer(payload.version)
         try:
             self._publish(payload, deadline)
-        except Exception as error:
+        except BaseException as error:
             self._give_up(payload.version, error)
             raise
         self._remove_parts(payload.version)
@@ -135,8 +133,8 @@ class FirstRank(Rank):
 
         def look() -> bool | None:
             for listed in self._objects.list(PARTS) if self._size > 1 else ():
-                session, sent, rank = read_part_name(listed.name) or ("", 0, 0)
-                if session != self._session.session:
+                session, sent, rank = read_record_name(listed.name) or ("", 0, 0)
+                if session != self._session.session or not sent:
                     continue
                 if sent != version:
                     others[rank] = sent
@@ -188,33 +186,39 @@ class FirstRank(Rank):
             )
         return part
 
-    def _write_session(self) -> None:
+    def _write_session(self, standing: Found | None) -> None:
+        tag = None if standing is None else standing.tag
         try:
-            self._tag = self._objects.swap(SESSION, self._session.to_bytes(self._key), self._tag)
+            self._objects.swap(SESSION, self._session.to_bytes(self._key), tag)
         except ConflictError as error:
             raise ConflictError(
                 f"another trainer writes to the run in {self._objects.url}; end it, or give one of "
                 "them another url"
             ) from error
 
-    def _give_up(self, version: int, error: Exception) -> None:
+    def _give_up(self, version: int, error: BaseException) -> None:
         """Tell the other ranks that a version will not be published."""
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         self._session = replace(self._session, given_up=version, reason=reason)
         try:
-            self._write_session()
-        except StoreError as failed:
+            # The answer to the last replacement may have been lost.
+            found = self._objects.look(SESSION)
+            if found is not None:
+                standing = Session.from_bytes(found.data, self._key.public)
+                # Another trainer's stays.
+                found = found if standing.session == self._session.session else None
+            self._write_session(found)
+        except SyncError as failed:
             _log.warning("the other ranks wait for version %d in vain: %s", version, failed)
 
     def _remove_parts(self, version: int) -> None:
         """Remove the records of versions up to this one, and those of sessions that have ended."""
-        ours = f"{PARTS}{self._session.session}-"
+        ours = self._session.session
         try:
             for listed in tuple(self._objects.list(PARTS)):
-                part = read_part_name(listed.name)
-                published = part is not None and part[1] <= version
-                ended = listed.name != SESSION and not listed.name.startswith(ours)
-                if published or ended:
+                # Other names are of records that are being written, or are left to `collect`.
+                session, sent, _ = read_record_name(listed.name) or (ours, 0, 0)
+                if session != ours or 0 < sent <= version:
                     self._objects.delete(listed.name)
         except StoreError as error:
             _log.warning("parts of version %d stay in %s: %s", version, self._objects.url, error)

@@ -21,6 +21,8 @@ from sync_plugin_store.keys import HEAD_PURPOSE, SigningKey, verify
 __all__ = [
     "FORMAT",
     "HEAD",
+    "MOST_HOLDINGS",
+    "MOST_VERSIONS",
     "RANKS_FORMAT",
     "File",
     "Head",
@@ -42,9 +44,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # No version, size or count is as large.
 _BEYOND = 1 << 63
 # More pieces, or versions, than these make a manifest or a head that takes long to read.
-_MOST_PIECES, _MOST_VERSIONS = 1_000_000, 10_000
-# As many ranks as no trainer has, and more than all that their holdings may take, in bytes.
-_MOST_RANKS, _MOST_HOLDINGS = 100_000, 256 << 20
+_MOST_PIECES = 1_000_000
+MOST_VERSIONS = 10_000
+# As many ranks as no trainer has.
+_MOST_RANKS = 100_000
+#: The most that the list of what all ranks hold may take, in bytes.
+MOST_HOLDINGS = 256 << 20
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -225,7 +230,7 @@ class Manifest:
                 return cls(**known, pieces=file.pieces, chunks=file.chunks)
             ranks = tuple(map(File.from_json, content["ranks"]))
             made = cls(**known, ranks=ranks, holdings=read_piece(content["holdings"]))
-            if made.holdings is None or made.holdings.nbytes > _MOST_HOLDINGS:
+            if made.holdings is None or made.holdings.nbytes > MOST_HOLDINGS:
                 raise ValueError(f"holdings of {made.holdings}")
             if not 0 < len(ranks) <= _MOST_RANKS or made.base or made.anchor:
                 raise ValueError(f"{len(ranks)} ranks, and base {made.base}")
@@ -310,7 +315,7 @@ class Head:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PayloadError(f"not a head of a run: {error!r:.200}") from error
-        if len(made.versions) > _MOST_VERSIONS:
+        if len(made.versions) > MOST_VERSIONS:
             raise PayloadError(f"a head has {len(made.versions)} versions")
         return made
 

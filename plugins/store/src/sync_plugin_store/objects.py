@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import unquote, urlsplit
 
 from sync_core import OptionError
@@ -25,10 +25,10 @@ from sync_core.errors import PayloadError
 from sync_core.transports import uninterrupted
 from sync_plugin_store.errors import ConflictError, StoreError
 
-__all__ = ["Found", "Listed", "Objects", "Patience", "open_all", "open_objects"]
+__all__ = ["LONGEST_RECORD", "Found", "Listed", "Objects", "Patience", "open_all", "open_objects"]
 
-# Longer records (HEAD, manifests) are refused, in bytes.
-_LONGEST_RECORD = 1 << 24
+#: Longer records (HEAD, manifests) are refused, in bytes.
+LONGEST_RECORD = 1 << 24
 # Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
 _PIECE = 1 << 20
 # From one try of a broken transfer to the next, in seconds; doubled up to the second.
@@ -191,7 +191,7 @@ def open_objects(url: str, timeout: float) -> Objects:
     """
     scheme = urlsplit(url).scheme
     if scheme in ("", "file") and "\0" not in unquote(url):
-        return Directory(Path(unquote(urlsplit(url).path) if scheme else url), url)
+        return Directory(Path(unquote(urlsplit(url).path) if scheme else url), url, timeout)
     if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https"):
         return RemoteObjects(url, timeout)
     raise OptionError(
@@ -225,24 +225,26 @@ class Directory(Objects):
     Args:
         path: the directory; made when something is first written.
         url: what the user typed.
+        timeout: how long the lock is waited for, in seconds.
     """
 
     near = True
 
-    def __init__(self, path: Path, url: str) -> None:
+    def __init__(self, path: Path, url: str, timeout: float = 60.0) -> None:
         super().__init__(url)
         self.path = path.absolute()
+        self._timeout = timeout
 
     def look(self, name: str, tag: str | None = None) -> Found | None:
         try:
             with uninterrupted(), open_file(self.path / name) as file:
-                data = file.read(_LONGEST_RECORD + 1)
+                data = file.read(LONGEST_RECORD + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StoreError(f"cannot read {name} in {self.url}: {error}") from error
-        if len(data) > _LONGEST_RECORD:
-            raise StoreError(f"{name} in {self.url} has more than {_LONGEST_RECORD} bytes")
+        if len(data) > LONGEST_RECORD:
+            raise StoreError(f"{name} in {self.url} has more than {LONGEST_RECORD} bytes")
         found = hashlib.sha256(data).hexdigest()
         return None if found == tag else Found(data, found)
 
@@ -317,8 +319,21 @@ class Directory(Objects):
                 "another url"
             ) from error
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            patience = Patience(self._timeout, threading.Event())
+            while not _try_lock(lock):
+                if not patience.pause():
+                    raise StoreError(
+                        f"another process has held {lock.name} for {self._timeout:g} s; end it, or "
+                        "give another url"
+                    )
             yield
+
+
+def _try_lock(file: TextIO) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 class RemoteObjects(Objects):
@@ -366,8 +381,8 @@ class RemoteObjects(Objects):
         options: Any = {"if_none_match": tag} if tag and not tag.startswith("sha256:") else None
         try:
             result = self._api.get(self._store, name, options=options)
-            if result.meta["size"] > _LONGEST_RECORD:
-                raise StoreError(f"{name} in {self.url} has more than {_LONGEST_RECORD} bytes")
+            if result.meta["size"] > LONGEST_RECORD:
+                raise StoreError(f"{name} in {self.url} has more than {LONGEST_RECORD} bytes")
             data = bytes(result.bytes())
         except self._errors.NotModifiedError:
             return None

@@ -26,9 +26,9 @@ from sync_plugin_store.format import (
     object_name,
 )
 from sync_plugin_store.keys import SigningKey
-from sync_plugin_store.objects import Found, Listed, Objects
+from sync_plugin_store.objects import LONGEST_RECORD, Found, Listed, Objects
 from sync_plugin_store.pieces import PieceWriter
-from sync_plugin_store.records import PARTS, SESSION, pieces_of_record, read_part_name
+from sync_plugin_store.records import PARTS, SESSION, pieces_of_record, read_record_name
 
 __all__ = ["Lease", "Publisher"]
 
@@ -198,6 +198,11 @@ class Publisher:
                     "is not kept any longer; send the next version"
                 )
         data = manifest.to_bytes()
+        if len(data) > LONGEST_RECORD:
+            raise StoreError(
+                f"the manifest of version {manifest.version} has {len(data)} bytes, and readers "
+                f"take {LONGEST_RECORD} at most; give a larger piece_mb="
+            )
         digest = digest_of(data)
         self._objects.put(manifest_name(digest), data)
         found = None
@@ -217,8 +222,15 @@ class Publisher:
                     "closed": False,
                 }
             )
-            self._drop({v: d for v, d in before.items() if v not in self._head.versions})
-        self._remove_due()
+            # Also of publications that have failed after their manifest was written.
+            names = {v: digest_of(m.to_bytes()) for v, m in self._left().items()}
+            names |= {v: d for v, d in before.items() if v not in self._head.versions}
+            self._drop(names)
+        try:
+            self._remove_due()
+        except StoreError as error:
+            # The version can be read.
+            _log.warning("what is not kept stays in %s: %s", self._objects.url, error)
         return digest
 
     def name(self, version: int, name: str) -> None:
@@ -255,8 +267,8 @@ class Publisher:
     def collect(self) -> int:
         """Remove what no kept version refers to, such as parts of a publication that was cut short.
 
-        What ranks of this session have written stays, for a version that is not published yet.
-        Younger objects than the grace stay. The clock is the store's: the newest object tells it.
+        What ranks of this session have written stays, for a version that is not published yet, and
+        what has been dropped stays for the grace. So do younger objects, by the store's clock.
 
         Returns:
             How many objects were removed.
@@ -264,8 +276,9 @@ class Publisher:
         with self._lock:
             listed = [*self._objects.list("objects/"), *self._objects.list("manifests/")]
             records = list(self._objects.list(PARTS))
-            now = max((each.modified for each in (*listed, *records)), default=0.0)
+            now = _now([*listed, *records])
             standing = self._standing() | self._standing_records(records)
+            standing.update(name for _, names in self._leaving for name in names)
             old = [each for each in (*listed, *records) if now - each.modified > self._grace]
             gone = [each.name for each in old if each.name not in standing]
             self._delete(gone)
@@ -369,7 +382,7 @@ class Publisher:
         found = list(self._objects.list("leases/"))
         if not found:
             return set()
-        now = max(each.modified for each in self._objects.list("manifests/"))
+        now = _now([*self._objects.list("manifests/")])
         leased = set[int]()
         for each in found:
             # Any reader may write them, and no one's lease may end a send.
@@ -382,7 +395,7 @@ class Publisher:
             # Not true of a time that is not a number, or is years ahead.
             if lease is not None and -_LONGEST_LEASE < now - each.modified <= lease.seconds:
                 leased.add(lease.version)
-            else:
+            elif lease is not None or now - each.modified >= self._grace:
                 self._delete([each.name])
         return leased
 
@@ -391,6 +404,10 @@ class Publisher:
             return None
         record = self._objects.look(listed.name)
         return None if record is None else Lease.of(record.data)
+
+    def _left(self) -> dict[int, Manifest]:
+        """Return the manifests of versions that are not kept."""
+        return {v: m for v, m in self._manifests.items() if v not in self._head.versions}
 
     def _drop(self, versions: Mapping[int, str]) -> None:
         """Let what only these versions refer to go when its grace is over."""
@@ -436,8 +453,8 @@ class Publisher:
             if each.name != SESSION and not each.name.startswith(f"{PARTS}{self.session}-"):
                 continue
             names.add(each.name)
-            part = read_part_name(each.name)
-            if part is None or part[1] > self._head.version:
+            record = read_record_name(each.name)
+            if record is not None and not 0 < record[1] <= self._head.version:
                 known = self._records.get(each.name)
                 pieces = self._pieces_of(each) if known is None or known[0] != each else known[1]
                 read[each.name] = each, pieces
@@ -455,8 +472,14 @@ class Publisher:
             try:
                 self._objects.delete(name)
             except StoreError as error:
-                # The next sender's `collect` finds it.
-                _log.warning("%s stays in %s: %s", name, self._objects.url, error)
+                # Each further one might take as long. The next sender's `collect` finds them.
+                _log.warning("%s and others stay in %s: %s", name, self._objects.url, error)
+                return
+
+
+def _now(listed: Iterable[Listed]) -> float:
+    """Return the time by the store's clock: the newest object tells it, unless that is ahead."""
+    return min(max((each.modified for each in listed), default=0.0), time.time())
 
 
 def not_newer(url: str, newest: int, version: int) -> ConflictError:

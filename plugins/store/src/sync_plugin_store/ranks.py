@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 from sync_core import (
     ClosedError,
     Layout,
+    LayoutMismatchError,
     OptionError,
     Payload,
     SenderTransport,
 )
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Holding
-from sync_plugin_store.format import digest_of, object_name
+from sync_plugin_store.format import MOST_HOLDINGS, digest_of, object_name
 from sync_plugin_store.holdings import (
     JoinedHoldings,
     assign,
@@ -30,7 +31,7 @@ from sync_plugin_store.holdings import (
     write_holdings,
 )
 from sync_plugin_store.keys import SigningKey
-from sync_plugin_store.objects import Objects
+from sync_plugin_store.objects import Objects, Patience
 from sync_plugin_store.pieces import PieceWriter
 from sync_plugin_store.records import (
     RankHolding,
@@ -43,8 +44,6 @@ __all__ = ["HINT", "JoinedSession", "Rank", "write_ranks"]
 _Found = TypeVar("_Found")
 # From one look for another rank's record to the next, in seconds; doubled up to ``poll``.
 _FIRST_PAUSE = 0.005
-# The longest description of what a rank holds, in bytes.
-_LONGEST_HOLDING = 64 << 20
 #: What to ask where ranks wait for each other in vain.
 HINT = "does each rank call send(), with the same version and the same url?"
 
@@ -141,7 +140,8 @@ class Rank(SenderTransport):
         """Return the parts that all ranks write; None while some have not begun.
 
         Raises:
-            LayoutMismatchError: the ranks hold different models, or not a whole one.
+            LayoutMismatchError: the ranks hold different models, or not a whole one, or too many
+                parts of it.
         """
         if self._joined is not None and self._joined.session == session.session:
             return self._joined
@@ -153,25 +153,33 @@ class Rank(SenderTransport):
             return None
         holdings = assign([self._holdings[rank] for rank in range(self._size)])
         data = holdings.to_bytes()
+        if len(data) > MOST_HOLDINGS:
+            raise LayoutMismatchError(
+                f"the parts that {self._size} ranks hold take {len(data)} bytes to list, and "
+                f"readers take {MOST_HOLDINGS} at most; let the ranks hold fewer, larger tensors"
+            )
         self._joined = JoinedSession(session.session, holdings, data, digest_of(data))
         return self._joined
 
     def _read_holding(self, session: Session, rank: int) -> Holding | None:
-        found = self._objects.look(holding_name(session.session, rank))
-        if found is None:
+        signed = self._objects.look(holding_name(session.session, rank))
+        if signed is None:
             return None
-        record = RankHolding.from_bytes(found.data, self._key.public)
+        record = RankHolding.from_bytes(signed.data, self._key.public)
         if (record.run, record.session, record.rank) != (session.run, session.session, rank):
             raise PayloadError(f"the record of rank {rank} in {self._objects.url} is another's")
-        if record.holding.nbytes > _LONGEST_HOLDING:
-            raise PayloadError(f"rank {rank} holds what takes {record.holding.nbytes} bytes to say")
-        found = self._objects.look(object_name(record.holding.digest))
-        if found is None or digest_of(found.data) != record.holding.digest:
+        piece = record.holding
+        if piece.nbytes > MOST_HOLDINGS:
+            raise PayloadError(f"rank {rank} holds what takes {piece.nbytes} bytes to say")
+        memory = memoryview(bytearray(piece.nbytes))
+        patience = Patience(self._timeout, self._closing)
+        found = self._objects.read(object_name(piece.digest), 0, memory, patience, whole=True)
+        if not found or digest_of(memory) != piece.digest:
             raise PayloadError(
                 f"the object in which rank {rank} says what it holds is missing or has other "
                 "bytes; make a new Sender on every rank"
             )
-        (holding,) = read_holdings(found.data)
+        (holding,) = read_holdings(bytes(memory))
         if (holding.rank, holding.size) != (rank, self._size):
             raise PayloadError(
                 f"rank {rank} of {self._size} says that it is rank {holding.rank} of {holding.size}"

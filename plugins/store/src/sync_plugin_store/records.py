@@ -38,14 +38,14 @@ __all__ = [
     "holding_name",
     "part_name",
     "pieces_of_record",
-    "read_part_name",
+    "read_record_name",
 ]
 
 #: The folder of the records.
 PARTS = "parts/"
 #: The name of the record of the session, which the first rank alone replaces.
 SESSION = "parts/session.json"
-_PART = re.compile(rf"{PARTS}([0-9a-f]{{32}})-([0-9]{{1,19}})-([0-9]{{1,9}})\.json")
+_RECORD = re.compile(rf"{PARTS}([0-9a-f]{{32}})(?:-([0-9]{{1,19}}))?-([0-9]{{1,9}})\.json")
 
 
 def holding_name(session: str, rank: int) -> str:
@@ -58,16 +58,20 @@ def part_name(session: str, version: int, rank: int) -> str:
     return f"{PARTS}{session}-{version}-{rank}.json"
 
 
-def read_part_name(name: str) -> tuple[str, int, int] | None:
-    """Return the session, version and rank of the record of a part; None for other records.
+def read_record_name(name: str) -> tuple[str, int, int] | None:
+    """Return the session, version and rank of a rank's record; None for other names.
+
+    The version is 0 where the record is of the parts that the rank holds.
 
     Example:
-        >>> read_part_name(part_name("0" * 32, 7, 1)) == ("0" * 32, 7, 1)
+        >>> read_record_name(part_name("0" * 32, 7, 1)) == ("0" * 32, 7, 1)
         True
-        >>> read_part_name(SESSION)
+        >>> read_record_name(holding_name("0" * 32, 1)) == ("0" * 32, 0, 1)
+        True
+        >>> read_record_name(SESSION)
     """
-    match = _PART.fullmatch(name)
-    return None if match is None else (match[1], int(match[2]), int(match[3]))
+    match = _RECORD.fullmatch(name)
+    return None if match is None else (match[1], int(match[2] or 0), int(match[3]))
 
 
 @dataclass(frozen=True, slots=True)

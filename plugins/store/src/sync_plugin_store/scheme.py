@@ -29,6 +29,7 @@ from sync_core.wrapping import WrappingReceiver
 from sync_plugin_std.stores import StoreOptions as RecordOptions
 from sync_plugin_std.stores import store_transport
 from sync_plugin_store.folders import OwnFolder
+from sync_plugin_store.format import MOST_VERSIONS
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects, open_all, open_objects
 from sync_plugin_store.pieces import PieceWriter
@@ -55,6 +56,10 @@ _log = logging.getLogger("sync_core")
 # Looks into a directory cost nothing; a request costs money, and some milliseconds.
 _NEAR_POLL, _FAR_POLL = 0.005, 1.0
 _NEAR_LOST_AFTER, _FAR_LOST_AFTER = 5.0, 60.0
+# Half of the versions with which readers take a head; the rest is for names and leases.
+_MOST_KEPT = MOST_VERSIONS // 2
+# A kilobyte, in MiB.
+_LEAST_PIECE = 0.001
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,8 @@ class StoreOptions:
         answers: where readers with places write their answers; None for ``url``.
         key: a PEM file with the Ed25519 key that signs the run, made where there is none; a
             trainer that is started again continues the run with it. None for a new key in memory.
-        keep: how many versions are kept, beside those with names or leases.
-        piece_mb: the size of the objects of a version, in MiB.
+        keep: how many versions are kept, beside those with names or leases; 5000 at most.
+        piece_mb: the size of the objects of a version, in MiB; 0.001 at least.
         grace: how long what is not kept any longer stays for those that read it, in seconds.
         poll: seconds between two looks for something new; None for 0.005 in a directory, and 1
             elsewhere, where each look is a request.
@@ -108,10 +113,14 @@ class StoreOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name} must be an integer >= 1, got {value}")
+        if self.keep > _MOST_KEPT:
+            raise OptionError(f"keep must be {_MOST_KEPT} at most, got {self.keep}")
         for name in ("piece_mb", "poll", "lost_after"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= threading.TIMEOUT_MAX:
                 raise OptionError(f"{name} must be a finite number above 0, got {value}")
+        if self.piece_mb < _LEAST_PIECE:
+            raise OptionError(f"piece_mb must be a number >= {_LEAST_PIECE}, got {self.piece_mb}")
         if not 0 <= self.grace <= threading.TIMEOUT_MAX:
             raise OptionError(f"grace must be a finite number of seconds >= 0, got {self.grace}")
 
@@ -295,7 +304,8 @@ def _sender_in(
         assert isinstance(records, SenderTransport)
         return AnsweringSender(records, publishing)
     except BaseException:
-        publishing.close()
+        # Readers of the run learn nothing of a sender that never was.
+        publisher.writer.close()
         raise
 
 
@@ -339,7 +349,7 @@ def _rank(context: TransportContext, holding: Holding, options: StoreOptions) ->
             objects, key, holding, publisher, endpoint=endpoint, make_address=address, **waiting
         )
     except BaseException:
-        publisher.close()
+        publisher.writer.close()
         raise
 
 

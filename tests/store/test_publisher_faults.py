@@ -1,0 +1,149 @@
+"""Faults of publishers: what stays, what is removed, and how long a send may take."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.store.linears import files, model
+from tests.store.test_store_faults import payload_of
+
+from sync_core import OptionError, Sender
+from sync_plugin_store import Run, StoreError
+from sync_plugin_store.format import Manifest, Piece
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import Directory, Listed
+from sync_plugin_store.publisher import Lease, Publisher
+
+
+class Failing(Directory):
+    """A directory of which one method fails."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, str(path))
+        self.failing, self.failures = "", 0
+
+    def _try(self, method: str) -> None:
+        if method == self.failing:
+            self.failures += 1
+            raise StoreError("the store is down")
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        self._try("swap")
+        return super().swap(name, data, tag)
+
+    def delete(self, name: str) -> None:
+        self._try("delete")
+        super().delete(name)
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        self._try(f"list {prefix}")
+        return super().list(prefix)
+
+
+def objects(directory: Path) -> set[str]:
+    return {name for name in files(directory) if name.startswith(("objects/", "manifests/"))}
+
+
+def test_a_version_whose_head_was_not_written_is_removed_later(tmp_path: Path) -> None:
+    store = Failing(tmp_path)
+    publisher = Publisher(store, SigningKey.generate(), keep=1, grace=0.0)
+    store.failing = "swap"
+    with pytest.raises(StoreError):
+        publisher.publish(payload_of(1))
+    assert objects(tmp_path)
+    store.failing = ""
+    for version in (2, 3):
+        publisher.publish(payload_of(version))
+    # A manifest, a header and a piece.
+    assert len(objects(tmp_path)) == 3
+    publisher.close()
+
+
+def test_a_store_that_fails_once_the_head_is_written_fails_no_send(tmp_path: Path) -> None:
+    """The version can be read; and one delete that fails is not followed by thousands."""
+    store = Failing(tmp_path)
+    publisher = Publisher(store, SigningKey.generate(), keep=1, grace=0.0, session="0" * 32)
+    for version, failing in enumerate(("", "delete", "list objects/"), 1):
+        store.failing, store.failures = failing, 0
+        publisher.publish(payload_of(version))
+        assert store.failures == bool(failing)
+    publisher.close()
+
+
+def test_ranks_keep_what_was_dropped_for_the_grace(tmp_path: Path) -> None:
+    """Although it is old: a reader may have begun with it just before it was dropped."""
+    store = Directory(tmp_path, "run")
+    publisher = Publisher(store, SigningKey.generate(), keep=1, grace=600.0, session="0" * 32)
+    publisher.publish(payload_of(1))
+    publisher.publish(payload_of(2))
+    before = objects(tmp_path)
+    for name in before:
+        os.utime(tmp_path / name, (1.0, 1.0))
+    publisher.publish(payload_of(3))
+    publisher.collect()
+    assert before < objects(tmp_path)
+    publisher.close()
+
+
+def test_an_object_of_a_wrong_clock_ends_no_grace_and_no_lease(tmp_path: Path) -> None:
+    store = Directory(tmp_path, "run")
+    publisher = Publisher(store, SigningKey.generate(), keep=1)
+    store.put("leases/one.json", Lease(1, 3600.0).to_bytes())
+    publisher.publish(payload_of(1))
+    store.put("objects/new", b"a piece of the next version")
+    ahead = time.time() + 86400
+    for path in (tmp_path / "manifests").iterdir():
+        os.utime(path, (ahead, ahead))
+    assert publisher.collect() == 0
+    publisher.publish(payload_of(2))
+    assert sorted(publisher.head.versions) == [1, 2]
+    publisher.close()
+
+
+def test_a_lease_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
+    publisher = Publisher(Directory(tmp_path, "run"), SigningKey.generate(), keep=1)
+    (tmp_path / "leases").mkdir()
+    (tmp_path / "leases" / ".half").touch()
+    for version in (1, 2):
+        publisher.publish(payload_of(version))
+    assert (tmp_path / "leases" / ".half").exists()
+    publisher.close()
+
+
+def test_a_sender_that_cannot_be_made_closes_no_run(tmp_path: Path) -> None:
+    key = str(tmp_path / "key.pem")
+    with Sender("store", model(), url=str(tmp_path), key=key) as sender:
+        sender.send()
+        with pytest.raises(OptionError, match="url must be a directory"):
+            Sender("store", model(), url=str(tmp_path), key=key, answers="ftp://host")
+        with Run(str(tmp_path), Run.key_of(sender)) as run:
+            assert not run._head().closed
+
+
+def test_a_lock_that_another_process_holds_ends_a_send_in_time(tmp_path: Path) -> None:
+    with (
+        Sender("store", model(), url=str(tmp_path), timeout=0.2) as sender,
+        (tmp_path / ".lock").open("w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreError, match=r"another process has held .*\.lock for 0.2 s"):
+            sender.send()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert sender.send().version == 2
+
+
+def test_what_readers_refuse_is_not_published(tmp_path: Path) -> None:
+    publisher = Publisher(Directory(tmp_path, "run"), SigningKey.generate())
+    pieces = (Piece("0" * 64, 1),) * 250_000
+    with pytest.raises(StoreError, match="readers take 16777216 at most; give a larger piece_mb="):
+        publisher.commit(Manifest(run=publisher.run, version=1, pieces=pieces))
+    assert not files(tmp_path)
+    with pytest.raises(OptionError, match="keep must be 5000 at most, got 1000000"):
+        Sender("store", model(), url=str(tmp_path), keep=1_000_000)
+    with pytest.raises(OptionError, match=r"piece_mb must be a number >= 0\.001, got"):
+        Sender("store", model(), url=str(tmp_path), piece_mb=1e-7)
