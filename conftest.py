@@ -39,6 +39,8 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Ray looks for clusters of the whole machine, of which another test may be ending one.
     os.environ["RAY_ADDRESS"] = "local"
+    # Ray's workers would get no turn beside two other programs that are busy.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - as Ray spells it
     # On a busy machine, an example may wait a second for its turn.
     examples = {"max_examples": 1000} if FUZZ_SEED in os.environ else {}
     settings.register_profile("busy", deadline=None, **examples)  # type: ignore[arg-type]
