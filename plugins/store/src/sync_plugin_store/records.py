@@ -7,10 +7,10 @@ it begins. No rank takes what was written for another session, or for another ve
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 from sync_core.errors import PayloadError
 from sync_plugin_store.errors import SignatureError
@@ -74,13 +74,65 @@ def read_record_name(name: str) -> tuple[str, int, int] | None:
     return None if match is None else (match[1], int(match[2] or 0), int(match[3]))
 
 
+# What reads each field.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "run": read_text,
+    "session": read_text,
+    "rank": read_count,
+    "size": read_count,
+    "version": read_count,
+    "given_up": read_count,
+    "after": read_count,
+    "reason": str,
+    "holding": read_piece,
+    "holdings": read_digest,
+    "file": File.from_json,
+}
+
+
 @dataclass(frozen=True, slots=True)
-class Session:
-    """The session of a trainer: from the start of its first rank to the next start.
+class _Record:
+    """A record, as its fields are stored, with its kind and format.
 
     Args:
         run: the run.
         session: 32 hexadecimal digits.
+    """
+
+    kind: ClassVar[str]
+
+    run: str
+    session: str
+
+    def to_bytes(self, key: SigningKey) -> bytes:
+        """Return the record as it is stored."""
+        content = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        content |= {"format": RANKS_FORMAT, "kind": self.kind}
+        return signed(write_json(content), key, PARTS_PURPOSE)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, public: str) -> Self:
+        """Return the record that `to_bytes` wrote.
+
+        Raises:
+            SignatureError: it is signed with another key.
+            PayloadError: it is something else.
+        """
+        what = f"the record of a {cls.kind}"
+        content = read_json(signed_by(public, data, what, PARTS_PURPOSE), what, (RANKS_FORMAT,))
+        if content.get("kind") != cls.kind:
+            raise PayloadError(f"{what} is of kind {content.get('kind')!r:.40}")
+        try:
+            return cls(**{each.name: _READ[each.name](content[each.name]) for each in fields(cls)})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PayloadError(f"not {what}: {error!r:.200}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Session(_Record):
+    """The session of a trainer: from the start of its first rank to the next start.
+
+    Args:
         size: the number of ranks.
         given_up: the newest version that the first rank has given up; 0 for none.
         reason: why.
@@ -92,80 +144,33 @@ class Session:
         True
     """
 
-    run: str
-    session: str
+    kind: ClassVar[str] = "session"
+
     size: int
     given_up: int = 0
     reason: str = ""
 
-    def to_bytes(self, key: SigningKey) -> bytes:
-        """Return the record as it is stored."""
-        content = {
-            "size": self.size,
-            "given_up": self.given_up,
-            "reason": self.reason,
-        }
-        return _write("session", self.run, self.session, content, key)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, public: str) -> Self:
-        """Return the record that `to_bytes` wrote.
-
-        Raises:
-            SignatureError: it is signed with another key.
-            PayloadError: it is something else.
-        """
-        content = _read(data, public, "session")
-        try:
-            return cls(
-                *_session_of(content),
-                read_count(content["size"]),
-                read_count(content["given_up"]),
-                str(content["reason"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise PayloadError(f"not the record of a session: {error!r:.200}") from error
-
 
 @dataclass(frozen=True, slots=True)
-class RankHolding:
+class RankHolding(_Record):
     """The parts that a rank holds.
 
     Args:
-        run: the run.
-        session: the session.
         rank: the rank.
         holding: the object that says it.
     """
 
-    run: str
-    session: str
+    kind: ClassVar[str] = "holding"
+
     rank: int
     holding: Piece
 
-    def to_bytes(self, key: SigningKey) -> bytes:
-        """Return the record as it is stored."""
-        content = {"rank": self.rank, "holding": [self.holding.digest, self.holding.nbytes]}
-        return _write("holding", self.run, self.session, content, key)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, public: str) -> Self:
-        """Return the record that `to_bytes` wrote; see `Session.from_bytes`."""
-        content = _read(data, public, "holding")
-        try:
-            rank, holding = read_count(content["rank"]), read_piece(content["holding"])
-            return cls(*_session_of(content), rank, holding)
-        except (KeyError, TypeError, ValueError) as error:
-            raise PayloadError(f"not the record of a rank: {error!r:.200}") from error
-
 
 @dataclass(frozen=True, slots=True)
-class RankPart:
+class RankPart(_Record):
     """The part of a version that a rank has written.
 
     Args:
-        run: the run.
-        session: the session.
         rank: the rank.
         version: the version.
         after: a version that has the pieces which were not written again; 0 for none.
@@ -173,70 +178,25 @@ class RankPart:
         file: what it has written.
     """
 
-    run: str
-    session: str
+    kind: ClassVar[str] = "part"
+
     rank: int
     version: int
     after: int
     holdings: str
     file: File
 
-    def to_bytes(self, key: SigningKey) -> bytes:
-        """Return the record as it is stored."""
-        content = {
-            "rank": self.rank,
-            "version": self.version,
-            "after": self.after,
-            "holdings": self.holdings,
-            "file": self.file.to_json(),
-        }
-        return _write("part", self.run, self.session, content, key)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, public: str) -> Self:
-        """Return the record that `to_bytes` wrote; see `Session.from_bytes`."""
-        content = _read(data, public, "part")
-        try:
-            return cls(
-                *_session_of(content),
-                read_count(content["rank"]),
-                read_count(content["version"]),
-                read_count(content["after"]),
-                read_digest(content["holdings"]),
-                File.from_json(content["file"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PayloadError(f"not the part of a rank: {error!r:.200}") from error
-
 
 def pieces_of_record(data: bytes, public: str) -> tuple[Piece, ...]:
     """Return the objects that a record of a rank refers to; none for anything else."""
-    for read in (_pieces_of_part, _pieces_of_holding):
-        with suppress(SignatureError, PayloadError):
-            return read(data, public)
+    with suppress(SignatureError, PayloadError):
+        return RankPart.from_bytes(data, public).file.objects
+    with suppress(SignatureError, PayloadError):
+        return (RankHolding.from_bytes(data, public).holding,)
     return ()
 
 
-def _pieces_of_part(data: bytes, public: str) -> tuple[Piece, ...]:
-    return RankPart.from_bytes(data, public).file.objects
-
-
-def _pieces_of_holding(data: bytes, public: str) -> tuple[Piece, ...]:
-    return (RankHolding.from_bytes(data, public).holding,)
-
-
-def _write(kind: str, run: str, session: str, content: Mapping[str, Any], key: SigningKey) -> bytes:
-    known = {"format": RANKS_FORMAT, "kind": kind, "run": run, "session": session}
-    return signed(write_json({**known, **content}), key, PARTS_PURPOSE)
-
-
-def _read(data: bytes, public: str, kind: str) -> dict[str, Any]:
-    what = f"the record of a {kind}"
-    content = read_json(signed_by(public, data, what, PARTS_PURPOSE), what, (RANKS_FORMAT,))
-    if content.get("kind") != kind:
-        raise PayloadError(f"{what} is of kind {content.get('kind')!r:.40}")
-    return content
-
-
-def _session_of(content: Mapping[str, Any]) -> tuple[str, str]:
-    return read_text(content["run"]), read_text(content["session"])
+def _plain(value: Any) -> Any:
+    if isinstance(value, Piece):
+        return [value.digest, value.nbytes]
+    return value.to_json() if isinstance(value, File) else value
