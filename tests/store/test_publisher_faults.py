@@ -13,10 +13,10 @@ from tests.store.linears import files, model
 from tests.store.test_store_faults import payload_of
 
 from sync_core import OptionError, Sender
-from sync_plugin_store import Run, StoreError
+from sync_plugin_store import Mirror, Run, StoreError
 from sync_plugin_store.format import Manifest, Piece
 from sync_plugin_store.keys import SigningKey
-from sync_plugin_store.objects import Directory, Listed
+from sync_plugin_store.objects import Directory, Found, Listed
 from sync_plugin_store.publisher import Lease, Publisher
 
 
@@ -147,3 +147,53 @@ def test_what_readers_refuse_is_not_published(tmp_path: Path) -> None:
         Sender("store", model(), url=str(tmp_path), keep=1_000_000)
     with pytest.raises(OptionError, match=r"piece_mb must be a number >= 0\.001, got"):
         Sender("store", model(), url=str(tmp_path), piece_mb=1e-7)
+
+
+@pytest.mark.timeout(20)
+def test_sends_that_were_interrupted_make_no_send_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = Publisher(Directory(tmp_path, "run"), SigningKey.generate(), streams=1)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher.writer._pool, "submit", interrupt)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                publisher.publish(payload_of(1))
+    publisher.publish(payload_of(1))
+    publisher.close()
+
+
+class Later(Manifest):
+    """A manifest of a later release, with an entry that is not known yet."""
+
+    def to_bytes(self) -> bytes:
+        return super().to_bytes()[:-1] + b',"more":1}'
+
+
+def test_a_mirror_copies_the_bytes_of_manifests_and_asks_for_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far, looked = tmp_path / "near", tmp_path / "far", list[str]()
+    key = SigningKey.generate()
+    publisher = Publisher(Directory(far, "run"), key)
+    file = publisher.writer.write(payload_of(1), ())
+    publisher.commit(Later(run=publisher.run, version=1, pieces=file.pieces))
+    publisher.close()
+    look = Directory.look
+
+    def note(self: Directory, name: str, tag: str | None = None) -> Found | None:
+        looked.append(name)
+        return look(self, name, tag)
+
+    with Mirror(str(far), str(near), key.public, poll=600.0) as mirror:
+        assert mirror.update() == 1
+        monkeypatch.setattr(Directory, "look", note)
+        assert mirror.update() == 1
+    assert not [name for name in looked if name.startswith("manifests/")]
+    assert objects(near) == objects(far)
+    for name in objects(far):
+        assert (near / name).read_bytes() == (far / name).read_bytes()

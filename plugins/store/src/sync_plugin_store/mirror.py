@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -74,6 +73,8 @@ class Mirror:
         path.mkdir(parents=True, exist_ok=True)
         self._copy = Directory(path, directory)
         self._poll, self._grace = poll, grace
+        # Those of the versions that are copied.
+        self._manifests: dict[int, Manifest] = {}
         # When what is not needed any longer was first seen so, by its name.
         self._unneeded: dict[str, float] = {}
         self._updating = threading.Lock()
@@ -96,14 +97,16 @@ class Mirror:
             head = self._reader.look()
             if head is None:
                 return 0
-            manifests = {version: self._reader.manifest(version) for version in self._wanted(head)}
-            for version, manifest in manifests.items():
-                self._copy_version(head, version, manifest)
+            self._manifests = self._wanted(head)
+            for version, manifest in self._manifests.items():
+                self._copy_objects(manifest)
+                digest = head.versions[version]
+                self._copy_record(manifest_name(digest), digest)
             if head.address is not None:
-                self._copy_address(head.address)
+                self._copy_record(object_name(head.address), head.address)
             self._write_head()
             self.version = head.version
-            self._remove(head, manifests.values())
+            self._remove(head)
             return self.version
 
     def close(self) -> None:
@@ -129,33 +132,32 @@ class Mirror:
                     _log.warning("the mirror of a run waits: %s", error)
             self._ended.wait(self._poll)
 
-    def _wanted(self, head: Head) -> Sequence[int]:
+    def _wanted(self, head: Head) -> dict[int, Manifest]:
         """Return the versions to copy: the newest and the named ones, with what they build on."""
-        wanted, todo = list[int](), [head.version, *head.names.values()]
+        wanted, todo = dict[int, Manifest](), [head.version, *head.names.values()]
         while todo:
             version = todo.pop()
             if not version or version in wanted or version not in head.versions:
                 continue
-            wanted.append(version)
-            todo.append(self._reader.manifest(version).base)
+            manifest = self._manifests.get(version) or self._reader.manifest(version)
+            wanted[version] = manifest
+            todo.append(manifest.base)
         return wanted
 
-    def _copy_version(self, head: Head, version: int, manifest: Manifest) -> None:
+    def _copy_objects(self, manifest: Manifest) -> None:
         for piece in manifest.objects:
             if self._has(object_name(piece.digest), piece.nbytes):
                 continue
             data = bytearray(piece.nbytes)
-            self._reader.read_piece(piece, memoryview(data), version)
+            self._reader.read_piece(piece, memoryview(data), manifest.version)
             self._copy.put(object_name(piece.digest), memoryview(data))
-        name = manifest_name(head.versions[version])
-        if not self._has(name):
-            self._copy.put(name, manifest.to_bytes())
 
-    def _copy_address(self, digest: str) -> None:
-        if not self._has(object_name(digest)):
-            data = self._reader.read_record(object_name(digest))
+    def _copy_record(self, name: str, digest: str) -> None:
+        """Copy the bytes of a small object, which may have entries that this release ignores."""
+        if not self._has(name):
+            data = self._reader.read_record(name)
             if data is not None and digest_of(data) == digest:
-                self._copy.put(object_name(digest), data)
+                self._copy.put(name, data)
 
     def _write_head(self) -> None:
         found = self._copy.look(HEAD)
@@ -169,10 +171,11 @@ class Mirror:
             return False
         return nbytes is None or size == nbytes
 
-    def _remove(self, head: Head, manifests: Iterable[Manifest]) -> None:
+    def _remove(self, head: Head) -> None:
         """Remove what the run has not had for the grace."""
         needed = {manifest_name(digest) for digest in head.versions.values()}
-        needed |= {object_name(piece.digest) for each in manifests for piece in each.objects}
+        copied = self._manifests.values()
+        needed |= {object_name(piece.digest) for each in copied for piece in each.objects}
         if head.address is not None:
             needed.add(object_name(head.address))
         listed = [*self._copy.list("objects/"), *self._copy.list("manifests/")]

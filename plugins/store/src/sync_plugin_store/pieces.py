@@ -33,7 +33,7 @@ class PieceWriter:
         self._piece_nbytes = piece_nbytes
         self._chunks = chunks
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
-        self._streams = threading.BoundedSemaphore(2 * streams)
+        self._most = 2 * streams
 
     def write(self, payload: Payload, known: Collection[str], *, divided: bool = True) -> File:
         """Write the objects of a version that are not there yet.
@@ -73,6 +73,8 @@ class PieceWriter:
         """Return each piece with its chunks."""
         writing: list[Future[tuple[Piece, list[tuple[int, bytes]]]]] = []
         failed = threading.Event()
+        # Of this call alone: Ctrl-C may come after a place was taken and before it is used.
+        places = threading.BoundedSemaphore(self._most)
         # Of the next piece in the body, before which the header lies.
         start = -len(payload.layout.header)
 
@@ -87,13 +89,13 @@ class PieceWriter:
                 failed.set()
                 raise
             finally:
-                self._streams.release()
+                places.release()
 
         try:
             for data in pieces_of(payload, self._piece_nbytes):
-                self._streams.acquire()
+                places.acquire()
                 if failed.is_set():
-                    self._streams.release()
+                    places.release()
                     break
                 writing.append(self._pool.submit(write, data, start))
                 start += len(data)
