@@ -172,6 +172,14 @@ def test_a_rank_notices_that_the_first_has_begun_again(tmp_path: Path) -> None:
             ranks.senders[1].send(shard(2, 1, 2))
 
 
+def test_a_rank_notices_that_the_first_has_closed_its_sender(tmp_path: Path) -> None:
+    with trainer(tmp_path, timeout=60.0) as ranks:
+        published(ranks.send(1.0), 1)
+        ranks.senders[0].close()
+        with pytest.raises(StoreError, match="2 was not published, as rank 0 has closed its send"):
+            ranks.senders[1].send(shard(2, 1, 2))
+
+
 def test_one_rank_that_begins_again_takes_part(tmp_path: Path) -> None:
     with trainer(tmp_path, 3) as ranks:
         published(ranks.send(1.0), 1)

@@ -110,6 +110,10 @@ class LaterRank(Rank):
             head = self._reader.look()
             if head is not None and head.version >= version:
                 return True
+            if head is not None and head.closed and self._bound:
+                raise StoreError(
+                    f"version {version} was not published, as rank 0 has closed its sender"
+                )
             now = self._look_joined(version)
             if now is None or (written and written[0].session == now.session):
                 return None
