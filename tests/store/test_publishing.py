@@ -314,13 +314,16 @@ def test_a_web_server_of_a_run_serves_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "leases" / "one.json").write_text("{}")
     (tmp_path / "objects").mkdir()
     (tmp_path / HEAD).write_bytes(b"head")
+    link = object_name("0" * 64)
+    (tmp_path / link).symlink_to(tmp_path / "secret")
     with serve(str(tmp_path)) as url:
         remote: Objects = open_objects(url, 5.0)
         found = remote.look(HEAD)
         assert found is not None
         assert found.data == b"head"
         assert remote.look(HEAD, found.tag) is None
-        for name in ("secret", "leases/one.json", "objects/../secret", "objects/%2e%2e/secret", ""):
+        refused = ("secret", "leases/one.json", "objects/../secret", "objects/%2e%2e/secret", "")
+        for name in (*refused, link):
             connection = HTTPConnection(url.removeprefix("http://"), timeout=10)
             connection.request("GET", f"/{name}")
             assert connection.getresponse().status == 404

@@ -200,21 +200,22 @@ def open_objects(url: str, timeout: float) -> Objects:
     )
 
 
-def open_file(path: Path) -> BufferedReader:
+def open_file(path: Path, *, links: bool = True) -> BufferedReader:
     """Open a file for reading, without waiting for a writer where a pipe is in its place.
+
+    Args:
+        path: the file.
+        links: whether it may be a symbolic link to one.
 
     Raises:
         OSError: there is none, or something that is not a file.
     """
-    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - it is returned
+    extra = os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "is not a file", str(path))
     return file
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 class Directory(Objects):

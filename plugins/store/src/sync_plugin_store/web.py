@@ -68,7 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if found is None:
                 raise FileNotFoundError
-            file = open_file(self.server.directory / found[1])
+            # Who can write there must not choose what this process reads elsewhere.
+            file = open_file(self.server.directory / found[1], links=False)
         except OSError:
             self._begin(404, 0)
             return
