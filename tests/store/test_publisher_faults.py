@@ -13,8 +13,8 @@ from tests.store.linears import files, model
 from tests.store.test_store_faults import payload_of
 
 from sync_core import OptionError, Sender
-from sync_plugin_store import Mirror, Run, StoreError
-from sync_plugin_store.format import Manifest, Piece
+from sync_plugin_store import Mirror, RolledBackError, Run, StoreError
+from sync_plugin_store.format import HEAD, Manifest, Piece
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Directory, Found, Listed
 from sync_plugin_store.publisher import Lease, Publisher
@@ -197,3 +197,22 @@ def test_a_mirror_copies_the_bytes_of_manifests_and_asks_for_each_once(
     assert objects(near) == objects(far)
     for name in objects(far):
         assert (near / name).read_bytes() == (far / name).read_bytes()
+
+
+def test_a_mirror_that_begins_again_puts_no_older_head_in_place(tmp_path: Path) -> None:
+    near, far, key = tmp_path / "near", tmp_path / "far", SigningKey.generate()
+    publisher = Publisher(Directory(far, "run"), key)
+    publisher.publish(payload_of(1))
+    older = (far / HEAD).read_bytes()
+    publisher.publish(payload_of(2))
+    publisher.close()
+    with Mirror(str(far), str(near), key.public) as mirror:
+        assert mirror.update() == 2
+    newer = (near / HEAD).read_bytes()
+    (far / HEAD).write_bytes(older)
+    with (
+        Mirror(str(far), str(near), key.public, poll=600.0) as mirror,
+        pytest.raises(RolledBackError, match="has version 2 of the run, and where it is copied"),
+    ):
+        mirror.update()
+    assert (near / HEAD).read_bytes() == newer

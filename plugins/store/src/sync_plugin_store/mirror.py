@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Self
 
 from sync_core import SyncError
+from sync_core.errors import PayloadError
+from sync_plugin_store.errors import RolledBackError, SignatureError
 from sync_plugin_store.format import HEAD, Head, Manifest, digest_of, manifest_name, object_name
 from sync_plugin_store.objects import Directory, open_objects
 from sync_plugin_store.reader import RunReader
@@ -104,7 +106,7 @@ class Mirror:
                 self._copy_record(manifest_name(digest), digest)
             if head.address is not None:
                 self._copy_record(object_name(head.address), head.address)
-            self._write_head()
+            self._write_head(head)
             self.version = head.version
             self._remove(head)
             return self.version
@@ -159,8 +161,17 @@ class Mirror:
             if data is not None and digest_of(data) == digest:
                 self._copy.put(name, data)
 
-    def _write_head(self) -> None:
+    def _write_head(self, head: Head) -> None:
         found = self._copy.look(HEAD)
+        if found is not None:
+            with suppress(SignatureError, PayloadError):
+                copied = Head.from_bytes(found.data, self._key)
+                if copied.run == head.run and copied.sequence > head.sequence:
+                    # This mirror has begun again, and does not know what it has seen before.
+                    raise RolledBackError(
+                        f"{self._copy.url} has version {copied.version} of the run, and where it "
+                        f"is copied from an older head, of version {head.version}"
+                    )
         if found is None or found.data != self._reader.head_bytes:
             self._copy.swap(HEAD, self._reader.head_bytes, None if found is None else found.tag)
 
