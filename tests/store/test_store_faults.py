@@ -20,7 +20,7 @@ from tests.store.linears import files, fill, model, tamper, values
 from tests.store.web_faults import faulty, files_served
 from torch import nn
 
-from sync_core import Payload, Receiver, Sender, Update
+from sync_core import ClosedError, Payload, Receiver, Sender, Update
 from sync_core.errors import PayloadError
 from sync_plugin_store import (
     RolledBackError,
@@ -30,10 +30,12 @@ from sync_plugin_store import (
     serve,
 )
 from sync_plugin_store.format import HEAD, Head, object_name
+from sync_plugin_store.holdings import Wanted
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Directory, open_objects
+from sync_plugin_store.parts import PartFetch, Parts
 from sync_plugin_store.publisher import Publisher
-from sync_plugin_store.reader import RunReader
+from sync_plugin_store.reader import Fetch, RunReader
 
 
 def payload_of(version: int) -> Payload:
@@ -443,3 +445,45 @@ def test_a_slow_reader_gets_a_large_object_by_one_request(tmp_path: Path) -> Non
         time.sleep(0.2)
         assert answer.read() == data
         connection.close()
+
+
+class Held(Directory):
+    """A directory that reads when it is allowed to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "run")
+        self.began, self.allowed = threading.Event(), threading.Event()
+
+    def read(self, *arguments: Any, **options: Any) -> bool:
+        self.began.set()
+        assert self.allowed.wait(10.0)
+        return super().read(*arguments, **options)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_version_that_is_read_in_part_is_not_returned_after_the_end(
+    tmp_path: Path, parts: bool
+) -> None:
+    key = SigningKey.generate()
+    publisher = Publisher(Directory(tmp_path, "run"), key, piece_nbytes=4096)
+    publisher.publish(payload_of(1))
+    publisher.close()
+    held = Held(tmp_path)
+    reader = RunReader([held], key.public, streams=1)
+    assert reader.look() is not None
+    ended, manifest = threading.Event(), reader.manifest(1)
+    wanted = Parts((Wanted("weight", "weight", ((0, 4000),), (4000,)),), payload_of(1).layout)
+    fetch: Fetch | PartFetch
+    if parts:
+        fetch = reader.fetch_parts(manifest, ended.set, wanted)
+    else:
+        fetch = reader.fetch(manifest, ended.set)
+    assert held.began.wait(10.0)
+    # The first piece comes, and no other is read.
+    reader.close()
+    held.allowed.set()
+    while not fetch.ended:
+        assert ended.wait(10.0)
+        ended.clear()
+    with pytest.raises(ClosedError):
+        fetch.result()

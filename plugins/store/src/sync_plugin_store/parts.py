@@ -422,7 +422,9 @@ class PartFetch:
 
         Raises:
             PayloadError: a part could not be read.
+            ClosedError: the reader was closed, so that some parts may not have been read.
         """
+        self._reader.check_open()
         with self._lock:
             reading = list(self._reading)
         failure = _failure(future for future in reading if future.done())
@@ -505,5 +507,5 @@ class PartFetch:
         each.take(memory)
 
 
-def _failure(done: Any) -> BaseException | None:
-    return next((e for f in done if (e := f.exception()) is not None), None)
+def _failure(done: Iterable[Future[None]]) -> BaseException | None:
+    return next((e for f in done if not f.cancelled() and (e := f.exception()) is not None), None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from sync_core import Layout
+from sync_core import ClosedError, Layout
 from sync_core.errors import PayloadError, SenderLostError
 from sync_core.transports import Block
 from sync_plugin_store.chunks import Chunk
@@ -315,6 +315,11 @@ class RunReader:
 
         return PartFetch(self, self._pool, manifest, notify, parts)
 
+    def check_open(self) -> None:
+        """Raise `ClosedError` once the reader is closed."""
+        if self.stopped.is_set():
+            raise ClosedError("the receiver is closed")
+
     def close(self) -> None:
         """End what is being fetched."""
         self.stopped.set()
@@ -391,6 +396,7 @@ class Fetch:
         notify: Callable[[], object],
     ) -> None:
         self.manifest = manifest
+        self._reader = reader
         self.block = Block.allocate(manifest.nbytes)
         self.began = time.perf_counter()
         memory = self.block.memory.numpy().data
@@ -413,7 +419,9 @@ class Fetch:
 
         Raises:
             PayloadError: an object could not be read.
+            ClosedError: the reader was closed, so that some objects may not have been read.
         """
+        self._reader.check_open()
         failure = self._failure
         if failure is not None:
             self.cancel()
