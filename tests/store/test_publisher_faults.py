@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.store.linears import files, model
+from tests.store.linears import files, model, tamper, values
 from tests.store.test_store_faults import payload_of
 
-from sync_core import OptionError, Sender
+from sync_core import OptionError, Receiver, Sender
 from sync_plugin_store import Mirror, RolledBackError, Run, StoreError
 from sync_plugin_store.format import HEAD, Manifest, Piece
 from sync_plugin_store.keys import SigningKey
@@ -216,3 +216,18 @@ def test_a_mirror_that_begins_again_puts_no_older_head_in_place(tmp_path: Path) 
     ):
         mirror.update()
     assert (near / HEAD).read_bytes() == newer
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated"])
+def test_a_trainer_that_begins_again_writes_what_was_lost(tmp_path: Path, how: str) -> None:
+    """Such as by a machine that lost power before the bytes of an object were on the disk."""
+    url, key, policy, copy = str(tmp_path / "run"), str(tmp_path / "key.pem"), model(1.0), model()
+    for version in (0, 1):
+        with Sender("store", policy, url=url, key=key, version=version) as sender:
+            sender.send()
+            with Receiver(sender.address(), copy, timeout=1.0) as receiver:
+                assert receiver.receive(20.0) == version + 1
+        for name in files(tmp_path / "run"):
+            if name.startswith("objects/"):
+                tamper(tmp_path / "run" / name, how)
+    assert values(copy) == {1.0}

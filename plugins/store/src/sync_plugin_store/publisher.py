@@ -102,6 +102,8 @@ class Publisher:
         self._keep = keep
         self._grace = grace
         self.session = session
+        # The digests of objects that kept versions refer to, and that are not there as a whole.
+        self._lost: set[str] = set()
         # The records of the session's ranks as they were listed, and what they refer to, by name.
         self._records: dict[str, tuple[Listed, set[str]]] = {}
         # Of what is not kept any longer: when it may go, and its names.
@@ -166,8 +168,9 @@ class Publisher:
 
     @property
     def known(self) -> set[str]:
-        """The digests of the objects of the versions that are kept."""
-        return {piece.digest for m in self._manifests.values() for piece in m.objects}
+        """The digests of the objects of the versions that are kept, but for those that are lost."""
+        found = {piece.digest for m in self._manifests.values() for piece in m.objects}
+        return found - self._lost
 
     def check_newer(self, version: int) -> None:
         """Raise `ConflictError` unless a version is newer than those of the run."""
@@ -212,6 +215,7 @@ class Publisher:
                 self._objects.put(object_name(found), address)
         with self._lock:
             self._manifests[manifest.version] = manifest
+            self._lost.difference_update(piece.digest for piece in manifest.objects)
             before = self._replace(
                 lambda head: {
                     "version": manifest.version,
@@ -267,6 +271,9 @@ class Publisher:
     def collect(self) -> int:
         """Remove what no kept version refers to, such as parts of a publication that was cut short.
 
+        Objects that kept versions refer to, and that are not there, are written again when they are
+        needed: the machine may have lost power.
+
         What ranks of this session have written stays, for a version that is not published yet, and
         what has been dropped stays for the grace. So do younger objects, by the store's clock.
 
@@ -276,6 +283,9 @@ class Publisher:
         with self._lock:
             listed = [*self._objects.list("objects/"), *self._objects.list("manifests/")]
             records = list(self._objects.list(PARTS))
+            sizes = {each.name: each.nbytes for each in listed}
+            needed = (piece for m in self._manifests.values() for piece in m.objects)
+            self._lost = {p.digest for p in needed if sizes.get(object_name(p.digest)) != p.nbytes}
             now = _now([*listed, *records])
             standing = self._standing() | self._standing_records(records)
             standing.update(name for _, names in self._leaving for name in names)
