@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import ray
-import tokenizers
 import torch
-import transformers
+from tiny_model import save_tiny_model  # type: ignore[import-not-found] # by PYTHONPATH
 
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "sync_cpu_platform,sync_put_in"
 os.environ["VERL_PLATFORM"] = "cpu"
@@ -34,21 +33,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from verl.workers.engine_workers import TrainingWorkerConfig
 
     home = tmp_path_factory.mktemp("home")
-    folder = home / "models" / "Qwen" / "Qwen3-8B-Base"
-    config = transformers.Qwen3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="a", eos_token="b"
-    ).save_pretrained(folder)
+    save_tiny_model(home / "models" / "Qwen" / "Qwen3-8B-Base")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
         # The CPU has no flash attention, no FSDP1 and no memory to pin.

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import ray
-import transformers
 import verl
 from hydra import compose, initialize_config_dir
 from ray.exceptions import RayError
+from tests.verl.upstream.tiny_model import save_tiny_model
 from tests.verl.upstream.workers import configs, start_replica, start_trainer
 from verl.checkpoint_engine import (
     CheckpointEngine,
@@ -31,15 +31,7 @@ ENGINE = {"scheme": "shm", "timeout": 60}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of a tiny model."""
     path = tmp_path_factory.mktemp("qwen")
-    config = transformers.Qwen2Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(path)
+    save_tiny_model(path)
     return path
 
 
