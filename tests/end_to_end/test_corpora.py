@@ -48,7 +48,7 @@ from sync_plugin_store.errors import StoreError
 from sync_plugin_store.format import Head, Manifest, Piece
 from sync_plugin_store.holdings import JoinedHoldings
 from sync_plugin_store.keys import PARTS_PURPOSE, SigningKey
-from sync_plugin_store.publisher import Lease
+from sync_plugin_store.leases import Lease
 from sync_plugin_store.records import RankHolding, RankPart, Session, pieces_of_record
 from sync_plugin_store.web import serve
 from sync_testing.corpora import explore, read_corpus, write_corpus

@@ -16,8 +16,9 @@ from sync_core import OptionError, Receiver, Sender
 from sync_plugin_store import Mirror, RolledBackError, Run, StoreError
 from sync_plugin_store.format import HEAD, Manifest, Piece
 from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.leases import Lease
 from sync_plugin_store.objects import Directory, Found, Listed
-from sync_plugin_store.publisher import Lease, Publisher
+from sync_plugin_store.publisher import Publisher
 
 
 class Failing(Directory):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,45 +25,16 @@ from sync_plugin_store.format import (
     object_name,
 )
 from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.leases import leased_versions, store_time
 from sync_plugin_store.objects import LONGEST_RECORD, Found, Listed, Objects
 from sync_plugin_store.pieces import PieceWriter
 from sync_plugin_store.records import PARTS, SESSION, pieces_of_record, read_record_name
 
-__all__ = ["Lease", "Publisher"]
+__all__ = ["Publisher"]
 
 _log = logging.getLogger("sync_core")
-# A lease that was written wrongly keeps a version for this long at most, in seconds.
-_LONGEST_LEASE = 30 * 86400.0
-# A lease takes less, in bytes.
-_LARGEST_LEASE = 1 << 12
 # Of replacing the head, while other processes name versions.
 _ATTEMPTS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A lease of a version, for a reader that may write: a small object in ``leases/``.
-
-    Args:
-        version: the version.
-        seconds: how long it is kept from the time at which the lease was written.
-    """
-
-    version: int
-    seconds: float
-
-    def to_bytes(self) -> bytes:
-        """Return the lease as it is stored."""
-        return json.dumps({"version": self.version, "seconds": self.seconds}).encode()
-
-    @classmethod
-    def of(cls, data: bytes) -> Lease | None:
-        """Return the lease that `to_bytes` wrote; None for anything else."""
-        try:
-            content = json.loads(data)
-            return cls(int(content["version"]), min(float(content["seconds"]), _LONGEST_LEASE))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return None
 
 
 class Publisher:
@@ -286,7 +256,7 @@ class Publisher:
             sizes = {each.name: each.nbytes for each in listed}
             needed = (piece for m in self._manifests.values() for piece in m.objects)
             self._lost = {p.digest for p in needed if sizes.get(object_name(p.digest)) != p.nbytes}
-            now = _now([*listed, *records])
+            now = store_time([*listed, *records])
             standing = self._standing() | self._standing_records(records)
             standing.update(name for _, names in self._leaving for name in names)
             old = [each for each in (*listed, *records) if now - each.modified > self._grace]
@@ -371,7 +341,7 @@ class Publisher:
         newest = sorted(versions)[-self._keep :]
         kept = self._with_bases({*newest, *named})
         if not kept.issuperset(versions):
-            kept |= self._with_bases(self._leased())
+            kept |= self._with_bases(leased_versions(self._objects, versions, self._grace))
         return {version: digest for version, digest in versions.items() if version in kept}
 
     def _with_bases(self, versions: Iterable[int]) -> set[int]:
@@ -386,34 +356,6 @@ class Publisher:
             if manifest is not None and manifest.base:
                 todo.append(manifest.base)
         return kept
-
-    def _leased(self) -> set[int]:
-        """Return the versions that readers have leases of, by the store's clock."""
-        found = list(self._objects.list("leases/"))
-        if not found:
-            return set()
-        now = _now([*self._objects.list("manifests/")])
-        leased = set[int]()
-        for each in found:
-            # Any reader may write them, and no one's lease may end a send.
-            try:
-                lease = self._read_lease(each)
-            except StoreError as error:
-                _log.warning("a lease keeps all versions, since it cannot be read: %s", error)
-                leased |= self._head.versions.keys()
-                continue
-            # Not true of a time that is not a number, or is years ahead.
-            if lease is not None and -_LONGEST_LEASE < now - each.modified <= lease.seconds:
-                leased.add(lease.version)
-            elif lease is not None or now - each.modified >= self._grace:
-                self._delete([each.name])
-        return leased
-
-    def _read_lease(self, listed: Listed) -> Lease | None:
-        if listed.nbytes > _LARGEST_LEASE:
-            return None
-        record = self._objects.look(listed.name)
-        return None if record is None else Lease.of(record.data)
 
     def _left(self) -> dict[int, Manifest]:
         """Return the manifests of versions that are not kept."""
@@ -485,11 +427,6 @@ class Publisher:
                 # Each further one might take as long. The next sender's `collect` finds them.
                 _log.warning("%s and others stay in %s: %s", name, self._objects.url, error)
                 return
-
-
-def _now(listed: Iterable[Listed]) -> float:
-    """Return the time by the store's clock: the newest object tells it, unless that is ahead."""
-    return min(max((each.modified for each in listed), default=0.0), time.time())
 
 
 def not_newer(url: str, newest: int, version: int) -> ConflictError:

@@ -14,8 +14,9 @@ from sync_core.errors import PayloadError
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.format import Head, Manifest, digest_of, object_name
 from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.leases import LEASES, Lease
 from sync_plugin_store.objects import open_all
-from sync_plugin_store.publisher import Lease, Publisher
+from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.transport import StoreEndpoint
 
@@ -150,7 +151,7 @@ class Run:
         Raises:
             StoreError: it cannot be written there.
         """
-        name = f"leases/{secrets.token_hex(8)}.json"
+        name = f"{LEASES}{secrets.token_hex(8)}.json"
         self._sources[0].put(name, Lease(version, seconds).to_bytes())
         try:
             if version not in self._head().versions:
