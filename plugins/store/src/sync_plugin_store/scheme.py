@@ -58,8 +58,8 @@ _NEAR_POLL, _FAR_POLL = 0.005, 1.0
 _NEAR_LOST_AFTER, _FAR_LOST_AFTER = 5.0, 60.0
 # Half of the versions with which readers take a head; the rest is for names and leases.
 _MOST_KEPT = MOST_VERSIONS // 2
-# A kilobyte, in MiB.
-_LEAST_PIECE = 0.001
+# Of a piece, in bytes.
+_LEAST_PIECE = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class StoreOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value <= threading.TIMEOUT_MAX:
                 raise OptionError(f"{name} must be a finite number above 0, got {value}")
-        if self.piece_mb < _LEAST_PIECE:
-            raise OptionError(f"piece_mb must be a number >= {_LEAST_PIECE}, got {self.piece_mb}")
+        if self.piece_mb * (1 << 20) < _LEAST_PIECE:
+            raise OptionError(f"piece_mb must be a number >= 0.001, got {self.piece_mb}")
         if not 0 <= self.grace <= threading.TIMEOUT_MAX:
             raise OptionError(f"grace must be a finite number of seconds >= 0, got {self.grace}")
 
