@@ -8,6 +8,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from tests.engines.engines import (
 
 from sync_core import ModelError, OptionError, Sender, SendError, SyncError
 from sync_plugin_std import lora
-from sync_plugin_vllm import VllmTarget
-from sync_plugin_vllm.clients import adapters_in_progress
+from sync_plugin_vllm import HttpClient, VllmTarget
+from sync_plugin_vllm.clients import adapters_in_progress, requests_waiting
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -392,9 +393,8 @@ def paused_in_progress(server: Server, model: str) -> tuple[Stream, Iterator[Non
         pieces = iter(stream)
         next(pieces)
         server.post("pause?mode=keep&clear_cache=false", {})
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
-            if model in adapters_in_progress(reply.read().decode()):
-                return stream, pieces
+        if model in adapters_in_progress(metrics(server)):
+            return stream, pieces
         server.post("resume", {})  # it was faster
 
 
@@ -433,6 +433,68 @@ def test_a_server_ends_requests_with_the_adapter_that_they_began_with(
         check_server(server, target, model)
         with pytest.raises(OptionError, match=r"target\.engines\[0\]\.adapter"):
             target.lora_request()
+
+
+def metrics(server: Server) -> str:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
+        text: str = reply.read().decode()
+    return text
+
+
+def test_a_request_that_waits_for_its_turn_keeps_its_adapter(
+    server: Server, tmp_path: Path
+) -> None:
+    """Metrics do not name the adapter of a request that has made no token."""
+    model = make_trainer()
+    target = VllmTarget(server.url, adapter="queue", adapter_directory=str(tmp_path))
+    params = {"max_tokens": 50, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": params}
+    with connected(target, model, "dist"), ThreadPoolExecutor(80) as threads:
+        target.send()
+        others = [threads.submit(server.post, "inference/v1/generate", body) for _ in range(80)]
+        while not requests_waiting(metrics(server)):
+            pass
+        stream = Stream(server, "queue-v1")
+        for _ in range(3):
+            target.send()
+        assert list(stream)
+        assert len(stream.tokens) == 50
+        assert {other.result()[0] for other in others} == {200}
+        target.send()
+        assert directories(tmp_path) == ["queue-v4", "queue-v5"]
+
+
+def test_requests_of_the_trainer_before_keep_their_adapter(server: Server, tmp_path: Path) -> None:
+    model = make_trainer()
+    options: dict[str, Any] = dict(adapter="after", adapter_directory=str(tmp_path))
+    target = VllmTarget(server.url, **options)
+    with connected(target, model, "dist"):
+        target.send()
+        stream, pieces = paused_in_progress(server, "after-v1")
+    target = VllmTarget(server.url, **options)
+    with connected(target, model, "dist", version=1):
+        target.send()
+        target.send()
+        server.post("resume", {})
+        assert list(pieces)
+        assert len(stream.tokens) == 50
+        target.send()
+        assert directories(tmp_path) == ["after-v3", "after-v4"]
+
+
+def test_adapters_of_the_user_are_left_alone(server: Server, tmp_path: Path) -> None:
+    model = make_trainer()
+    model.save_pretrained(tmp_path)
+    client = HttpClient(server.url)
+    client.add_adapter("own-v2", 0, str(tmp_path), 60)
+    target = VllmTarget(client, adapter="own")
+    with connected(target, model, "dist"):
+        target.send()
+        with pytest.raises(SendError, match="'own-v2' has already been loaded"):
+            target.send()
+        target.send()
+        assert {"own-v2", "own-v3"} <= {each["id"] for each in server.get("v1/models")["data"]}
+        assert server.generated("own-v2") == server.generated("own-v3")
 
 
 # The last test: the server does not survive it.

@@ -7,7 +7,8 @@ interface uses `sync_plugin_vllm.trainer` instead, which does.
 """
 
 from sync_plugin_vllm.clients import EngineError, HttpClient
-from sync_plugin_vllm.target import EngineStatus, VllmTarget
+from sync_plugin_vllm.driver import EngineStatus
+from sync_plugin_vllm.target import VllmTarget
 from sync_plugin_vllm.votes import AdapterError, AsleepError, NotLoadedError
 
 __version__ = "0.1.0"

@@ -1,31 +1,30 @@
-"""The trainer's side of adapters: loads each version under its own name, and unloads the others."""
+"""The steps by which an engine loads each version of an adapter, under a name of its own."""
 
 from __future__ import annotations
 
-import re
 import secrets
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sync_core import OptionError
-from sync_plugin_vllm.adapter_model import AdapterDescription
+from sync_core import Address, Delivery, OptionError
+from sync_plugin_vllm.adapter_model import base_samples, describe_adapter
 from sync_plugin_vllm.clients import Client
-
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-#: What undoing a failed load may take, also after the deadline, in seconds; estimate.
-_UNDOING = 5.0
+from sync_plugin_vllm.driver import CONCLUDING, Driver, Options, left
+from sync_plugin_vllm.votes import NotLoadedError, Votes
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedAdapter:
-    """An adapter that an engine has loaded.
+class _Adapter:
+    """A version of an adapter.
 
     Args:
         name: such as ``"policy-v7"``.
-        lora_id: its number in vLLM; a server chooses another one.
+        lora_id: its number in vLLM; 0 where a server chooses it.
         directory: where its files are, on the engine's machine.
     """
 
@@ -34,122 +33,103 @@ class LoadedAdapter:
     directory: str
 
 
-@dataclass(slots=True)
-class AdapterSlot:
-    """The adapters of one name in one engine.
+class AdapterDriver(Driver):
+    """Loads each version beside the one before, which it unloads when no request uses it."""
 
-    Args:
-        client: the engine.
-        name: what the names of all versions begin with, such as ``"policy"``.
-        parent: the directory of the engine's machine in which adapters are written.
-    """
-
-    client: Client
-    name: str
-    parent: str
     #: The adapter that requests use; None before the first.
-    current: LoadedAdapter | None = None
-    #: Names of adapters before it, which requests in progress may use.
-    before: list[str] = field(default_factory=list)
+    _current: _Adapter | None = None
+    #: The one that is being loaded.
+    _next: _Adapter | None = None
 
-    def load(
-        self, version: int, description: AdapterDescription, left: Callable[[], float]
+    def __init__(self, client: Client, worker_ids: tuple[int, ...], options: Options) -> None:
+        super().__init__(client, worker_ids, options)
+        self._name = options.adapter or ""
+        self._directory = options.adapter_directory or tempfile.gettempdir()
+
+    @classmethod
+    def describe(cls, model: Any, *, verify: bool) -> dict[str, Any]:
+        described = {"adapter": asdict(describe_adapter(model))}
+        return described | ({"base": base_samples(model)} if verify else {})
+
+    def lora_request(self, index: int) -> Any:
+        if self._client.names_adapters:
+            raise OptionError(
+                f'requests to {self._client.name} have the name of an adapter in the field "model":'
+                f" type target.engines[{index}].adapter"
+            )
+        if self._current is None:
+            raise OptionError(f"{self._client.name} has no adapter yet; type target.send()")
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(self._current.name, self._current.lora_id, self._current.directory)
+
+    def connect(
+        self, addresses: Sequence[Address], described: dict[str, Any], deadline: float
     ) -> None:
-        """Load a version that all ranks have staged; the current one remains until `retire`.
+        self._client.check_adapters(left(deadline))
+        super().connect(addresses, described, deadline)
 
-        Args:
-            version: the version.
-            description: of the adapter, as the trainer sent it.
-            left: returns the seconds until the deadline.
-
-        Raises:
-            Exception: the engine has not loaded it, and keeps what it has.
-        """
-        name, unique = f"{self.name}-v{version}", secrets.token_hex(4)
-        directory = str(Path(self.parent) / f"{name}-{unique}")
+    def _bring(
+        self,
+        deliveries: Sequence[Delivery],
+        described: dict[str, Any],
+        votes: Votes,
+        deadline: float,
+    ) -> None:
+        step, version = self._client.step, deliveries[0].version
+        name, unique = f"{self._name}-v{version}", secrets.token_hex(4)
         # Other than the small numbers that users give to adapters of their own.
-        new = LoadedAdapter(name, (1 << 30) | (int(unique, 16) >> 2), directory)
-        self.client.step(
-            left(),
-            step="write",
-            version=version,
-            name=name,
-            directory=directory,
-            description=asdict(description),
-        )
-        try:
-            self.client.add_adapter(name, new.lora_id, directory, left())
-        except Exception as error:
-            self.client.step(_UNDOING, step="drop", reason=f"{type(error).__name__}: {error}")
-            raise
-        lora_id = 0 if self.client.names_adapters else new.lora_id
-        try:
-            self.client.step(left(), step="confirm", version=version, lora_id=lora_id)
-        except Exception:
-            but = "" if self.current is None else self.current.name
-            self.client.forget_adapters(f"{self.name}-v", but, _UNDOING)
-            raise
-        if self.current is not None:
-            self.before.append(self.current.name)
-        self.current = new
+        number = 0 if self._client.names_adapters else (1 << 30) | (int(unique, 16) >> 2)
+        new = _Adapter(name, number, str(Path(self._directory) / f"{name}-{unique}"))
+        step(left(deadline), step="stage")
+        check = partial(step, step="check", version=version)
+        self._check_staged(check, deliveries, deadline)
+        self._next = new
+        self._agree(votes, "staged")
+        fields = asdict(new) | {"version": version, "description": described["adapter"]}
+        step(left(deadline), step="write", **fields)
+        self._client.add_adapter(name, number, new.directory, left(deadline))
+        # Requests do not know the adapter yet, so it can still be unloaded.
+        self._agree(votes, "paused")
+        step(left(deadline), step="confirm", version=version)
+        for delivery in deliveries:
+            delivery.wait(left(deadline))
 
-    def retire(self, timeout: float) -> None:
-        """Unload the versions before the current one, but for those that requests may use.
+    def _refuse(self, reason: Exception) -> None:
+        if self._next is not None:
+            with suppress(Exception):
+                # NotLoadedError is the ranks' own reason for one that is not theirs.
+                is_theirs = not isinstance(reason, NotLoadedError)
+                text = f"{type(reason).__name__}: {reason}" if is_theirs else ""
+                self._client.step(CONCLUDING, step="drop", reason=text)
+
+    def _conclude(self, version: int, failure: Exception | None) -> None:
+        """Set the status, and unload the adapters that requests do not use."""
+        new = self._next
+        if failure is not None:
+            self.set(state="behind", error=failure)
+            if new is not None:
+                # A server may have it under its name, also where the ranks have dropped it.
+                with suppress(Exception):
+                    if new.name in self._client.served_adapters(self._name, CONCLUDING):
+                        self._client.forget_adapter(new.name, CONCLUDING)
+                self._refuse(failure)
+                self._next = None
+        elif new is not None:
+            self._current, self._next = new, None
+            self.set(state="current", version=version, error=None, adapter=new.name)
+            self._retire(new.name)
+
+    def _retire(self, current: str) -> None:
+        """Unload the other versions, but for those that requests may use.
 
         A server refuses further requests for them at once. It may have accepted some that its
         metrics do not show yet, so their files remain until the next send.
-
-        Args:
-            timeout: of each call of the engine, in seconds.
         """
-        assert self.current is not None
-        current, prefix = self.current.name, f"{self.name}-v"
-        self.client.forget_adapters(prefix, current, timeout)
-        late = self.before[-1:] if self.client.names_adapters else []
-        used = {*late, *self.client.adapters_in_use(self.before, timeout)}
-        self.before = [name for name in self.before if name in used]
-        self.client.step(timeout, step="keep", name=prefix, names=[current, *self.before])
-
-
-def check_name(name: Any) -> str:
-    """Return the name of an adapter.
-
-    Raises:
-        OptionError: not a text that can be a part of a name in vLLM, and of a path.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise OptionError(
-            f"adapter must be a name of letters, digits, '.', '_' and '-', such as 'policy', got "
-            f"{name!r}"
-        )
-    return name
-
-
-def check_directory(directory: str | None) -> str:
-    """Return the directory in which engines write adapters.
-
-    Raises:
-        OptionError: not the absolute path of one.
-    """
-    if directory is None:
-        return tempfile.gettempdir()
-    if not isinstance(directory, str) or not Path(directory).is_absolute():
-        raise OptionError(
-            "adapter_directory must be an absolute path on the machines of the engines, got "
-            f"{directory!r}"
-        )
-    return directory
-
-
-def request_for(slot: AdapterSlot) -> Any:
-    """Return vLLM's ``LoRARequest`` for the adapter of an engine; see `VllmTarget.lora_request`."""
-    if slot.client.names_adapters:
-        raise OptionError(
-            f'requests to {slot.client.name} have the name of an adapter in the field "model": '
-            "type target.engines[0].adapter"
-        )
-    if slot.current is None:
-        raise OptionError(f"{slot.client.name} has no adapter yet; type target.send()")
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(slot.current.name, slot.current.lora_id, slot.current.directory)
+        others = set(self._client.served_adapters(self._name, CONCLUDING)) - {current}
+        for name in others:
+            self._client.forget_adapter(name, CONCLUDING)
+        used = self._client.adapters_in_use(CONCLUDING)
+        if used is not None:
+            names = [current, *others, *used]
+            self._client.step(CONCLUDING, step="keep", name=f"{self._name}-v", names=names)

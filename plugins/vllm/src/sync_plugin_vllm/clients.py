@@ -9,7 +9,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
@@ -25,6 +25,8 @@ _RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which adds the calls for ad
 _METRICS = "its metrics: leave out --disable-log-stats"
 #: The metric that names the adapters of requests in progress.
 _GAUGE = "vllm:lora_requests_info"
+#: The metric of each rank's requests that wait to be scheduled.
+_WAITING = "vllm:num_requests_waiting"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -90,13 +92,22 @@ class Client(ABC):
     def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
         """Have all ranks load an adapter from a directory of the engine's machine."""
 
-    @abstractmethod
-    def forget_adapters(self, prefix: str, but: str, timeout: float) -> None:
-        """Refuse further requests for adapters whose names are a prefix and a number, but one."""
+    def check_adapters(self, timeout: float) -> None:
+        """Raise unless the engine has the calls for adapters."""
+        del timeout
+
+    def served_adapters(self, name: str, timeout: float) -> list[str]:
+        """Return the versions of an adapter that requests may name; those alone that we loaded."""
+        del name, timeout
+        return []
+
+    def forget_adapter(self, name: str, timeout: float) -> None:
+        """Refuse further requests for an adapter."""
+        del name, timeout
 
     @abstractmethod
-    def adapters_in_use(self, names: Sequence[str], timeout: float) -> list[str]:
-        """Return which of some adapters requests in progress may use."""
+    def adapters_in_use(self, timeout: float) -> set[str] | None:
+        """Return the adapters that requests in progress use; None where that is not known."""
 
 
 class LlmClient(Client):
@@ -154,11 +165,8 @@ class LlmClient(Client):
     def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
         self.apply(_add_adapter, timeout, name, lora_id, directory)
 
-    def forget_adapters(self, prefix: str, but: str, timeout: float) -> None:
-        """Forget none: the requests of an engine in this process bring the adapter's place."""
-
-    def adapters_in_use(self, names: Sequence[str], timeout: float) -> list[str]:
-        return list(names) if self.apply(_is_busy, timeout) else []
+    def adapters_in_use(self, timeout: float) -> set[str] | None:
+        return None if self.apply(_is_busy, timeout) else set()
 
     def apply(self, function: Callable[..., Any], timeout: float, *args: Any) -> Any:
         """Call a function of this module with the engine."""
@@ -301,22 +309,40 @@ class HttpClient(Client):
             setting=_RUNTIME_LORA,
         )
 
-    def forget_adapters(self, prefix: str, but: str, timeout: float) -> None:
-        models = self.call("v1/models", timeout, method="GET")["data"]
-        for name in (model["id"] for model in models):
-            if name != but and name.startswith(prefix) and name[len(prefix) :].isdecimal():
-                self.request(
-                    "v1/unload_lora_adapter", timeout, {"lora_name": name}, setting=_RUNTIME_LORA
-                )
+    def check_adapters(self, timeout: float) -> None:
+        try:
+            self.request("v1/load_lora_adapter", timeout, {}, setting=_RUNTIME_LORA)
+        except EngineError as error:
+            # Where it has the call, it refuses a body without names.
+            if not isinstance(cause := error.__cause__, urllib.error.HTTPError) or (
+                cause.code not in (400, 422)
+            ):
+                raise
+        self._metrics(timeout)
 
-    def adapters_in_use(self, names: Sequence[str], timeout: float) -> list[str]:
+    def served_adapters(self, name: str, timeout: float) -> list[str]:
+        models = self.call("v1/models", timeout, method="GET")["data"]
+        # A user's own adapter of such a name lies in another directory.
+        ours = re.compile(rf"(?:.*/)?({re.escape(name)}-v[0-9]+)-[0-9a-f]{{8}}/?")
+        found = {model["id"]: ours.fullmatch(model.get("root") or "") for model in models}
+        return [each for each, match in found.items() if match and match[1] == each]
+
+    def forget_adapter(self, name: str, timeout: float) -> None:
+        body = {"lora_name": name}
+        self.request("v1/unload_lora_adapter", timeout, body, setting=_RUNTIME_LORA)
+
+    def adapters_in_use(self, timeout: float) -> set[str] | None:
+        text = self._metrics(timeout)
+        # Metrics have the adapter of a request from its first token on.
+        if requests_waiting(text) or self.is_paused(timeout):
+            return None
+        return adapters_in_progress(text)
+
+    def _metrics(self, timeout: float) -> str:
         text = self.request("metrics", timeout, method="GET", setting=_METRICS).decode()
         if f"# TYPE {_GAUGE} " not in text:
             raise EngineError(f"{self.name} has no metric {_GAUGE}; start it with {_METRICS}")
-        if self.is_paused(timeout):
-            return list(names)  # its metrics do not show requests that wait since then
-        used = adapters_in_progress(text)
-        return [name for name in names if name in used]
+        return text
 
 
 def _proxy_for(url: str) -> str:
@@ -356,6 +382,17 @@ def adapters_in_progress(text: str) -> set[str]:
     labels_of_newest = max(samples, key=lambda sample: sample[0])[1] if samples else {}
     kinds = ("running_lora_adapters", "waiting_lora_adapters")
     return {n for kind in kinds for n in labels_of_newest.get(kind, "").split(",") if n}
+
+
+def requests_waiting(text: str) -> bool:
+    r"""Return whether requests wait for their first token, by the metrics of a server.
+
+    Example:
+        >>> requests_waiting('vllm:num_requests_waiting{engine="0"} 0.0')
+        False
+    """
+    samples = (line for line in text.splitlines() if line.startswith(f"{_WAITING}{{"))
+    return any(float(line.rpartition(" ")[2]) for line in samples)
 
 
 def _add_adapter(llm: Any, name: str, lora_id: int, directory: str) -> None:

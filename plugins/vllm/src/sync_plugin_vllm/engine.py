@@ -259,11 +259,13 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             staged = self._stage_up_to(step.version)
             self._together(lambda: self._write_adapter(step, staged))
         elif step.step == "confirm":
-            if self._together(lambda: self._find_adapter(step)):
+            if self._together(self._find_adapter):
                 self._lora.commit()
                 receiver.confirm()
         elif step.step == "drop":
-            receiver.reject(AdapterError(receiver.worker_id, step.reason))
+            if step.reason:
+                receiver.reject(AdapterError(receiver.worker_id, step.reason))
+            self.finish_weight_update()
             self._lora.drop()
         else:
             self._lora.keep(step.name, step.names)
@@ -310,8 +312,8 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
             )
         self._memory.discarded = False
 
-    def _find_adapter(self, step: AdapterStep) -> None:
-        self._lora.find(step.lora_id)
+    def _find_adapter(self) -> None:
+        self._lora.find()
         self._connected().load()
 
     def _together(self, take: Callable[[], None]) -> bool:

@@ -60,8 +60,8 @@ class AdapterStep:
             versions share, such as ``"policy-v"``.
         directory: (write) where its files are written: a directory that does not exist yet.
         description: (write) the fields of an `AdapterDescription`.
-        lora_id: (confirm) its number in vLLM; 0 where vLLM's server has chosen it.
-        reason: (drop) why vLLM could not load it.
+        lora_id: (write) its number in vLLM; 0 where vLLM's server chooses it.
+        reason: (drop) why vLLM could not load it; empty where another engine could not.
         names: (keep) the adapters that requests may use.
     """
 
@@ -208,18 +208,16 @@ class LoraWorker:
         self.written = True
         raise AdapterError(0, "vLLM has not loaded the adapter yet")
 
-    def find(self, lora_id: int) -> None:
+    def find(self) -> None:
         """Find the version in vLLM's manager.
-
-        Args:
-            lora_id: its number; 0 for the one that is new.
 
         Raises:
             AdapterError: vLLM has not loaded it.
         """
         step = self._step
         found = set(self._manager().list_adapters())
-        new = found & {lora_id} if lora_id else found - self._before
+        number = 0 if step is None else step.lora_id
+        new = found & {number} if number else found - self._before
         if step is None or not new:
             name = "adapter" if step is None else repr(step.name)
             raise AdapterError(0, f"vLLM's LoRA manager has {sorted(found)}, and no {name}")
@@ -235,6 +233,8 @@ class LoraWorker:
     def drop(self) -> None:
         """Remove the files of a version that is not loaded."""
         if self._step is not None:
+            if self._step.lora_id:
+                self._manager().remove_adapter(self._step.lora_id)
             self._remove(Path(self._step.directory))
         self._step, self._found, self.written = None, 0, False
 
@@ -284,7 +284,8 @@ class LoraWorker:
 
     def _remove(self, directory: Path) -> None:
         if directory in self._directories:
-            shutil.rmtree(directory)
+            # Others may have removed it, as what cleans /tmp does.
+            shutil.rmtree(directory, ignore_errors=True)
             self._directories.remove(directory)
 
 

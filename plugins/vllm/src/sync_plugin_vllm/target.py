@@ -6,39 +6,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-from sync_core import (
-    Address,
-    Delivery,
-    OptionError,
-    PendingSend,
-    Sender,
-    SendReport,
-    SyncError,
-    WorkerError,
-)
+from sync_core import Address, OptionError, PendingSend, Sender, SendReport, SyncError
 from sync_core.checks import check_seconds
-from sync_plugin_vllm.adapter_model import AdapterDescription, base_samples, describe_adapter
-from sync_plugin_vllm.adapter_update import AdapterSlot, check_directory, check_name, request_for
-from sync_plugin_vllm.clients import Client, Pause, client_for
-from sync_plugin_vllm.votes import AsleepError, NotLoadedError, Votes
-
-State: TypeAlias = Literal["unconnected", "current", "behind", "bad", "lost"]
-
-#: The label of outputs of an engine that has loaded a part of a version.
-BAD = "bad"
-
-#: What labelling an engine and resuming it may each take, also after the deadline, in seconds;
-#: estimate. An engine with whole weights must not stay paused.
-_CONCLUDING = 5.0
-
-# How long the answer of a rank that has refused a version may take, once its refusal is known by
-# another way, in seconds; estimate.
-_ANSWERING = 1.0
+from sync_plugin_vllm.adapter_update import AdapterDriver
+from sync_plugin_vllm.clients import Pause, client_for
+from sync_plugin_vllm.driver import CONCLUDING, Driver, EngineStatus, Options
+from sync_plugin_vllm.votes import Votes
+from sync_plugin_vllm.whole_update import WholeDriver
 
 # The share of a send's time in which engines are resumed, after one of ``all_or_none`` was late;
 # estimate.
@@ -46,66 +24,6 @@ _RESERVE = 0.1
 
 # The states of workers for which a send does not wait.
 _UNWAITED = ("quarantined", "restarting")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """An engine as the trainer knows it.
-
-    Args:
-        name: its URL, or the kind of object that it is.
-        worker_ids: its ranks, by their ids in the sender.
-        state: ``"unconnected"``, no rank is connected to the sender; ``"current"``, all ranks have
-            the newest version; ``"behind"``, all keep an older one, or none was sent yet;
-            ``"bad"``, a rank may hold parts of a version, or ranks hold different ones;
-            ``"lost"``, a rank has lost its weights by ``sleep(level=2)``, or its sender by dying.
-        version: the version that it generates with; 0 for the weights that it had when it was
-            connected, None while it is bad or lost.
-        pause_seconds: how long it was paused for the last update; 0 for adapters.
-        error: why the last update failed, or None.
-        adapter: the name of the adapter that requests shall use, such as ``"policy-v7"``; None
-            before the first, and without ``adapter``.
-    """
-
-    name: str
-    worker_ids: tuple[int, ...] = ()
-    state: State = "unconnected"
-    version: int | None = 0
-    pause_seconds: float = 0.0
-    error: Exception | None = None
-    adapter: str | None = None
-
-
-class _OthersFailedError(SyncError):
-    """Another engine has failed, and none loads the version."""
-
-
-@dataclass(slots=True)
-class _Engine:
-    """An engine, and the thread of its last call."""
-
-    client: Client
-    status: EngineStatus
-    #: Its adapters; None where whole versions are sent.
-    slot: AdapterSlot | None = None
-    paused: bool = False
-    #: When it was paused for the last update (`time.perf_counter`).
-    pause_began: float = 0.0
-    #: Whether an update was started, and not finished for all that is known.
-    unfinished: bool = False
-    #: Whether its ranks were asked to load a version, and have not all answered that they did.
-    torn: bool = False
-    thread: threading.Thread | None = None
-    failure: Exception | None = None
-
-    @property
-    def key(self) -> str:
-        """The name of the target in a vote; engines in one process share theirs."""
-        return f"{self.status.name} (workers {', '.join(map(str, self.status.worker_ids))})"
-
-    def set(self, **changes: Any) -> None:
-        """Change the status."""
-        self.status = replace(self.status, **changes)
 
 
 class VllmTarget:
@@ -127,7 +45,8 @@ class VllmTarget:
         all_or_none: whether engines take each step together: all have staged the version, then
             all are paused, then all load it, then all are resumed. If one does not come as far as
             to load, none loads: they fail with `NotLoadedError`, which ``on_failure`` of the
-            sender ignores, and are resumed with the weights that they have.
+            sender ignores, and are resumed with the weights that they have. Adapters are unloaded
+            again, if an engine cannot load one.
         adapter: the name of an adapter of LoRA, such as ``"policy"``, for a sender with
             ``layers=[lora("adapter")]``. Version 7 is loaded as the adapter ``"policy-v7"``, and
             requests name it: by `lora_request`, or to a server by the name in
@@ -160,34 +79,20 @@ class VllmTarget:
         adapter_directory: str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        if pause not in ("keep", "wait", "abort"):
-            raise OptionError(f"pause must be 'keep', 'wait' or 'abort', not {pause!r}")
-        for name, given in (("verify", verify), ("all_or_none", all_or_none)):
-            if not isinstance(given, bool):
-                raise OptionError(f"{name} must be True or False, got {given!r}")
-        self._adapter = None if adapter is None else check_name(adapter)
-        self._directory = check_directory(adapter_directory)
-        self._pause = pause
-        self._verify = verify
-        self._all_or_none = all_or_none
+        self._options = Options(pause, verify, all_or_none, adapter, adapter_directory)
+        self._driver: type[Driver] = WholeDriver if adapter is None else AdapterDriver
         self._timeout = check_seconds(timeout)
         self._sender: Sender | None = None
         self._closed = False
         self._forget_sender: Callable[[], object] | None = None
-        self._engines: list[_Engine] = []
+        self._engines: list[Driver] = []
         self._sending = threading.RLock()
         several = engines if isinstance(engines, list | tuple) else [engines]
         for engine in several:
             client = client_for(engine)
             first = self.num_workers
             ids = tuple(range(first, first + client.world_size(self._timeout)))
-            self._engines.append(self._engine(client, ids))
-
-    def _engine(self, client: Client, worker_ids: tuple[int, ...]) -> _Engine:
-        slot = None
-        if self._adapter is not None:
-            slot = AdapterSlot(client, self._adapter, self._directory)
-        return _Engine(client, EngineStatus(client.name, worker_ids), slot)
+            self._engines.append(self._driver(client, ids, self._options))
 
     @property
     def num_workers(self) -> int:
@@ -211,12 +116,7 @@ class VllmTarget:
             OptionError: the engine is a server, whose requests name the adapter; or no version of
                 an adapter was sent.
         """
-        slot = self._engines[index].slot
-        if slot is None:
-            raise OptionError(
-                "the target sends whole versions, and no adapter; type VllmTarget(…, adapter=…)"
-            )
-        return request_for(slot)
+        return self._engines[index].lora_request(index)
 
     def connect(self, sender: Sender, addresses: Sequence[Address] | None = None) -> None:
         """Connect every rank of every engine to a sender, which has a worker for each.
@@ -267,7 +167,7 @@ class VllmTarget:
         num_ranks = client.world_size(self._timeout)
         with self._sending:
             ids = tuple(sender.add_worker() for _ in range(num_ranks))
-            added = self._engine(client, ids)
+            added = self._driver(client, ids, self._options)
             self._engines.append(added)
             try:
                 self._connect([added])
@@ -308,30 +208,27 @@ class VllmTarget:
         seconds = self._timeout if timeout is None else check_seconds(timeout)
         deadline = time.monotonic() + seconds
         with self._sending:
-            described = self._describe(sender.model if weights is None else weights)
+            model = sender.model if weights is None else weights
+            described = self._driver.describe(model, verify=False)
             pending = sender.send_async(weights, timeout=seconds)
-            votes = self._votes(pending, deadline - min(_CONCLUDING, _RESERVE * seconds))
-            begun = []
-            for engine in self._engines:
-                update = partial(self._update, engine, pending, votes, described, deadline)
-                if self._begin(engine, update):
-                    begun.append(engine)
-                else:
-                    votes.fail(engine.key, engine.failure)
-                    _fail(engine, pending, engine.failure)
+            begun: list[Driver] = []
             try:
+                votes = self._votes(pending, deadline - min(CONCLUDING, _RESERVE * seconds))
+                for engine in self._engines:
+                    if engine.begin(partial(engine.update, pending, votes, described, deadline)):
+                        begun.append(engine)
+                    else:
+                        votes.fail(engine.key, engine.failure)
+                        engine.fail(pending, engine.failure)
                 report = pending.wait()
             except BaseException as error:
                 pending.interrupt(error)
                 raise
             finally:
-                self._join(begun, deadline)
+                for engine in begun:
+                    engine.join(deadline)
             _raise_first(self._engines)
             return report
-
-    def _describe(self, weights: Any) -> AdapterDescription | None:
-        """Return the description of the adapter that is sent; None for whole versions."""
-        return None if self._adapter is None else describe_adapter(weights)
 
     def _settle(self) -> None:
         """Keep what is known of the engines, as their sender is closed."""
@@ -351,36 +248,26 @@ class VllmTarget:
         return status
 
     def _connect(
-        self, engines: Sequence[_Engine], addresses: Sequence[Address] | None = None
+        self, engines: Sequence[Driver], addresses: Sequence[Address] | None = None
     ) -> None:
         deadline = time.monotonic() + self._timeout
         sender = self._connected()
+        described = self._driver.describe(sender.model, verify=self._options.verify)
+        begun = []
         for engine in engines:
             given = [
                 sender.address(i) if addresses is None else addresses[i]
                 for i in engine.status.worker_ids
             ]
-            self._begin(engine, partial(self._init, engine, given, deadline))
-        self._join(engines, deadline)
+            if engine.begin(partial(engine.connect, given, described, deadline)):
+                begun.append(engine)
+        for engine in begun:
+            engine.join(deadline)
         _raise_first(engines)
-
-    def _init(self, engine: _Engine, addresses: Sequence[Address], deadline: float) -> None:
-        texts = [address.to_json() for address in addresses]
-        info: dict[str, Any] = {"addresses": texts, "verify": self._verify}
-        described = self._describe(self._connected().model)
-        if described is not None:
-            info["adapter"] = asdict(described)
-            if self._verify:
-                info["base"] = base_samples(self._connected().model)
-        engine.client.init(info, _left(deadline))
-        if engine.torn:
-            engine.set(state="bad", version=None, error=None)
-        else:
-            engine.set(state="behind", version=0, error=None)
 
     def _votes(self, pending: PendingSend, deadline: float) -> Votes:
         """The votes about a version, of those engines for which the send waits."""
-        if not self._all_or_none:
+        if not self._options.all_or_none:
             return Votes((), deadline)
         unanswered, statuses = pending.unanswered, self._connected().workers
         waited = {
@@ -390,166 +277,6 @@ class VllmTarget:
         }
         members = [e.key for e in self._engines if waited.issuperset(e.status.worker_ids)]
         return Votes(members, deadline)
-
-    def _update(
-        self,
-        engine: _Engine,
-        pending: PendingSend,
-        votes: Votes,
-        described: AdapterDescription | None,
-        deadline: float,
-    ) -> None:
-        """Bring one version into one engine."""
-        version = pending.version
-        deliveries = [
-            pending.deliveries[i] for i in engine.status.worker_ids if i in pending.deliveries
-        ]
-        torn, engine.pause_began = engine.torn, time.perf_counter()
-        failure: Exception | None = None
-        try:
-            if len(deliveries) < len(engine.status.worker_ids):
-                raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
-            if engine.slot is None or described is None:
-                self._bring(engine, version, deliveries, votes, deadline)
-            else:
-                self._bring_adapter(engine, deliveries, votes, described, deadline)
-        except _OthersFailedError as others:
-            _not_loaded(engine, deliveries, others)
-        except Exception as error:
-            failure = error
-            votes.fail(engine.key, error)
-            _fail(engine, pending, error)
-        errors = [delivery.error for delivery in deliveries if delivery.error is not None]
-        complete = len(deliveries) == len(engine.status.worker_ids)
-        if complete and not errors:
-            failure = None
-            engine.torn = False
-        else:
-            failure = errors[0] if errors else failure
-            if all(d.answer is not None and d.answer.model_state == "kept" for d in deliveries):
-                engine.torn = torn
-        votes.pass_on("loaded", engine.key)
-        if engine.slot is not None:
-            self._conclude_adapter(engine, engine.slot, version, failure)
-            return
-        self._conclude(engine, version, failure)
-        engine.set(pause_seconds=time.perf_counter() - engine.pause_began)
-
-    def _bring(
-        self,
-        engine: _Engine,
-        version: int,
-        deliveries: Sequence[Delivery],
-        votes: Votes,
-        deadline: float,
-    ) -> None:
-        """Stage a version, pause the engine, and load it."""
-        client = engine.client
-        if engine.unfinished:
-            # It fails where the engine has not come as far as to start it.
-            with suppress(Exception):
-                client.finish(_left(deadline))
-        engine.unfinished = True
-        client.start(_left(deadline))
-        _raise_refusal(deliveries)
-        if self._all_or_none:
-            _check(client, version, deliveries, deadline)
-        if not votes.pass_on("staged", engine.key):
-            raise _OthersFailedError(votes.reason)
-        engine.pause_began = time.perf_counter()
-        if not engine.paused:
-            # One that its user has paused, or woken up in part, is not resumed here.
-            engine.paused = not client.is_paused(_left(deadline))
-            client.pause(self._pause, _left(deadline))
-        if not votes.pass_on("paused", engine.key):
-            raise _OthersFailedError(votes.reason)
-        # With all_or_none all engines load now, even where the deadline is close.
-        seconds = deadline - time.monotonic()
-        seconds = max(_CONCLUDING, seconds) if self._all_or_none else _left(deadline)
-        engine.torn = True
-        client.update(version, seconds)
-        for delivery in deliveries:
-            delivery.wait(_left(deadline))
-        client.finish(_left(deadline))
-        engine.unfinished = False
-
-    def _bring_adapter(
-        self,
-        engine: _Engine,
-        deliveries: Sequence[Delivery],
-        votes: Votes,
-        described: AdapterDescription,
-        deadline: float,
-    ) -> None:
-        """Stage a version of an adapter, and load it while the engine generates."""
-        assert engine.slot is not None
-        slot, version = engine.slot, deliveries[0].version
-        slot.client.step(_left(deadline), step="stage")
-        _raise_refusal(deliveries)
-        if self._all_or_none:
-            slot.client.step(_left(deadline), step="check", version=version)
-        for step in ("staged", "paused"):
-            if not votes.pass_on(step, engine.key):
-                raise _OthersFailedError(votes.reason)
-        slot.load(version, described, partial(_left, deadline))
-        for delivery in deliveries:
-            delivery.wait(_left(deadline))
-
-    def _conclude(self, engine: _Engine, version: int, failure: Exception | None) -> None:
-        """Set the status of an engine, label its outputs, and resume it unless it is torn."""
-        engine.set(error=failure)
-        try:
-            if engine.torn:
-                engine.set(state="bad", version=None)
-                engine.client.label(BAD, _CONCLUDING)
-            elif failure is not None:
-                engine.set(state="behind")
-            else:
-                engine.set(state="current", version=version)
-                engine.client.label(str(version), _CONCLUDING)
-        finally:
-            if engine.paused and not engine.torn:
-                engine.client.resume(_CONCLUDING)
-                engine.paused = False
-
-    def _begin(self, engine: _Engine, work: Callable[[], None]) -> bool:
-        """Start the next work of an engine in a thread; not before the one before it has ended."""
-        if engine.thread is not None and engine.thread.is_alive():
-            engine.failure = SyncError("the call before has not returned")
-            return False
-        engine.failure = None
-
-        def run() -> None:
-            try:
-                work()
-            except Exception as error:
-                engine.failure = error
-
-        engine.thread = threading.Thread(target=run, name="sync-vllm", daemon=True)
-        engine.thread.start()
-        return True
-
-    def _join(self, engines: Sequence[_Engine], deadline: float) -> None:
-        for engine in engines:
-            assert engine.thread is not None
-            engine.thread.join(max(0.0, deadline - time.monotonic()))
-            if engine.thread.is_alive():
-                engine.failure = TimeoutError("did not return before the deadline")
-                if engine.status.state != "unconnected":
-                    engine.set(state="bad" if engine.torn else "behind")
-            if engine.failure is not None and engine.status.error is None:
-                engine.set(error=engine.failure)
-
-    def _conclude_adapter(
-        self, engine: _Engine, slot: AdapterSlot, version: int, failure: Exception | None
-    ) -> None:
-        """Set the status of an engine, and unload the adapters that it needs no longer."""
-        if failure is not None:
-            engine.set(state="behind", error=failure)
-            return
-        assert slot.current is not None
-        engine.set(state="current", version=version, error=None, adapter=slot.current.name)
-        slot.retire(_CONCLUDING)
 
     def _connected(self) -> Sender:
         if self._sender is None:
@@ -562,59 +289,7 @@ def _settle(target: weakref.ref[VllmTarget]) -> None:
         alive._settle()
 
 
-def _fail(engine: _Engine, pending: PendingSend, reason: object) -> None:
-    """End the deliveries to an engine that will not answer."""
-    for worker_id in engine.status.worker_ids:
-        if worker_id in pending.deliveries and not pending.deliveries[worker_id].ended:
-            error = WorkerError(worker_id, f"{engine.status.name}: {reason}")
-            pending.deliveries[worker_id].fail(error)
-
-
-def _not_loaded(engine: _Engine, deliveries: Sequence[Delivery], reason: Exception) -> None:
-    """Have an engine drop the version that it has staged, since others have not."""
-    for delivery in deliveries:
-        message = f"{engine.status.name} did not load version {delivery.version}: {reason}"
-        delivery.fail(NotLoadedError(delivery.worker_id, message))
-    # Else the next send finishes it.
-    with suppress(Exception):
-        if engine.slot is not None:
-            engine.client.step(_CONCLUDING, step="drop", reason=str(reason))
-            return
-        engine.client.finish(_CONCLUDING)
-        engine.unfinished = False
-
-
-def _check(client: Client, version: int, deliveries: Sequence[Delivery], deadline: float) -> None:
-    """Raise unless all ranks have staged a version; `AsleepError` says so where it is the cause."""
-    try:
-        client.check(version, _left(deadline))
-    except Exception:
-        for delivery in deliveries:
-            if delivery.wait(min(_ANSWERING, _left(deadline))):
-                _raise_refusal([delivery], AsleepError)
-        raise
-
-
-def _raise_refusal(deliveries: Sequence[Delivery], kind: type[Exception] = WorkerError) -> None:
-    """Raise the error of a delivery that has failed already, if it is of a kind."""
-    for delivery in deliveries:
-        if delivery.ended and isinstance(delivery.error, kind):
-            raise SyncError(str(delivery.error)) from delivery.error
-
-
-def _left(deadline: float) -> float:
-    """Seconds until a deadline.
-
-    Raises:
-        TimeoutError: it is over.
-    """
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the deadline is over")
-    return left
-
-
-def _raise_first(engines: Sequence[_Engine]) -> None:
+def _raise_first(engines: Sequence[Driver]) -> None:
     failures = {e.status.name: e.failure for e in engines if e.failure is not None}
     if failures:
         text = "; ".join(f"{name}: {failure}" for name, failure in failures.items())

@@ -1,0 +1,82 @@
+"""The steps by which an engine loads a whole version while it is paused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from sync_core import Delivery
+from sync_plugin_vllm.driver import CONCLUDING, Driver, left
+from sync_plugin_vllm.votes import NotLoadedError, Votes
+
+#: The label of outputs of an engine that has loaded a part of a version.
+BAD = "bad"
+
+
+class WholeDriver(Driver):
+    """Stages a version, pauses the engine, loads it, and resumes the engine."""
+
+    _paused = False
+    #: Whether an update was started, and not finished for all that is known.
+    _unfinished = False
+    #: When it was paused for the last update (`time.perf_counter`).
+    _pause_began = 0.0
+
+    def _bring(
+        self,
+        deliveries: Sequence[Delivery],
+        described: dict[str, Any],
+        votes: Votes,
+        deadline: float,
+    ) -> None:
+        del described
+        client, version = self._client, deliveries[0].version
+        self._pause_began = time.perf_counter()
+        if self._unfinished:
+            # It fails where the engine has not come as far as to start it.
+            with suppress(Exception):
+                client.finish(left(deadline))
+        self._unfinished = True
+        client.start(left(deadline))
+        self._check_staged(partial(client.check, version), deliveries, deadline)
+        self._agree(votes, "staged")
+        self._pause_began = time.perf_counter()
+        if not self._paused:
+            # One that its user has paused, or woken up in part, is not resumed here.
+            self._paused = not client.is_paused(left(deadline))
+            client.pause(self._options.pause, left(deadline))
+        self._agree(votes, "paused")
+        # With all_or_none all engines load now, even where the deadline is close.
+        seconds = deadline - time.monotonic()
+        seconds = max(CONCLUDING, seconds) if self._options.all_or_none else left(deadline)
+        self.torn = True
+        client.update(version, seconds)
+        for delivery in deliveries:
+            delivery.wait(left(deadline))
+        client.finish(left(deadline))
+        self._unfinished = False
+
+    def _conclude(self, version: int, failure: Exception | None) -> None:
+        """Set the status, label the outputs, and resume the engine unless it is torn."""
+        if isinstance(failure, NotLoadedError):
+            # Else the next send finishes it.
+            with suppress(Exception):
+                self._client.finish(CONCLUDING)
+                self._unfinished = False
+        try:
+            if self.torn:
+                self.set(state="bad", version=None, error=failure)
+                self._client.label(BAD, CONCLUDING)
+            elif failure is not None:
+                self.set(state="behind", error=failure)
+            else:
+                self.set(state="current", version=version, error=None)
+                self._client.label(str(version), CONCLUDING)
+        finally:
+            if self._paused and not self.torn:
+                self._client.resume(CONCLUDING)
+                self._paused = False
+            self.set(pause_seconds=time.perf_counter() - self._pause_began)
