@@ -172,7 +172,7 @@ def test_no_engine_loads_what_one_has_not_staged(
         change(model)
         transfer = llm.llm_engine.model_executor.driver_worker.weight_transfer_engine
         with monkeypatch.context() as patch:
-            patch.setattr(transfer._receiver, "stage", fails)
+            patch.setattr(transfer._staging.receiver, "stage", fails)
             with pytest.raises(SendError, match=r"staged the versions \[None\]") as raised:
                 target.send()
         assert raised.value.report.updated == ()

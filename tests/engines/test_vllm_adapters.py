@@ -317,6 +317,21 @@ def test_what_the_trainer_does_not_act_with_is_not_sent(llm: Any, tmp_path: Path
             target.send()
 
 
+def test_calls_of_another_target_change_nothing(llm: Any) -> None:
+    """Two targets may drive one engine in turn; each connects it before."""
+    with connected(VllmTarget(llm, adapter="another"), make_trainer()) as sender:
+        pending = sender.send_async()
+        llm.start_weight_update()
+        with pytest.raises(SyncError, match="to a sender of an adapter"):
+            llm.update_weights({"update_info": {"version": 1}})
+        assert not pending.done()
+        pending.abandon()
+    with Sender("shm", make_llama(0), num_workers=1, strategy="checkpoint") as sender:
+        VllmTarget(llm).connect(sender)
+        with pytest.raises(SyncError, match="to a sender of whole versions"):
+            llm.init_weight_transfer_engine({"init_info": {"step": {"step": "stage"}}})
+
+
 def test_the_block_of_the_page(llm: Any, checkpoint: Path, tmp_path: Path) -> None:
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM

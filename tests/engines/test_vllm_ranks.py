@@ -80,7 +80,7 @@ def _not_staging_once(rank: int) -> Any:
     """A function of a worker whose rank stages no version next time."""
 
     def not_once(worker: Any) -> None:
-        receiver = worker.weight_transfer_engine._receiver
+        receiver = worker.weight_transfer_engine._staging.receiver
 
         def fails(timeout: float | None = None) -> None:
             del receiver.stage
@@ -92,7 +92,7 @@ def _not_staging_once(rank: int) -> Any:
     return not_once
 
 
-def test_two_ranks_have_one_version(llm: Any) -> None:
+def test_two_ranks_have_one_version(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_tied(1)
     target = VllmTarget(llm, verify=True)
     check_output(generated(llm), make_tied(0), "default")
@@ -134,6 +134,16 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
             assert target.engines[0].state == "behind"
             assert target.send().updated == (0, 1)
 
+        # An update that the engine has not started is not ended, which all ranks would refuse.
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "start_weight_update", lambda: 1 / 0)
+            with pytest.raises(SendError, match="division"):
+                target.send()
+        assert target.send().updated == (0, 1)
+        assert llm.collective_rpc(_rank) == [0, 1]
+
+    check_refusals(llm)
+
     # No rank is left connected where the weights do not fit, and vLLM's next call is answered.
     wrong = {name: value for name, value in model.state_dict().items() if "k_proj" not in name}
     with Sender("dist", wrong, num_workers=2, timeout=60) as sender:
@@ -146,6 +156,29 @@ def test_two_ranks_have_one_version(llm: Any) -> None:
         check_output(generated(llm), model, "1")
 
     send_shards(llm)
+
+
+def check_refusals(llm: Any) -> None:
+    """What all ranks refuse is answered by one, as vLLM takes other answers for later ones."""
+    llm.shutdown_weight_transfer_engine()
+    llm.start_weight_update()
+    step = {"step": "stage", "version": 1}
+    for method, request, message in [
+        ("init_weight_transfer_engine", {"init_info": {"addresses": []}}, "has 2 ranks"),
+        ("init_weight_transfer_engine", {"init_info": {"step": step}}, "has no sender yet"),
+        ("update_weights", {"update_info": {"version": 1}}, "has no sender yet"),
+    ]:
+        with pytest.raises(Exception, match=message):
+            getattr(llm, method)(request)
+        assert llm.collective_rpc(_rank) == [0, 1]
+    # The update has ended in the rank that has answered.
+    with pytest.raises(Exception, match="without a matching start"):
+        llm.finish_weight_update()
+
+
+def _rank(worker: Any) -> int:
+    rank: int = worker.rank
+    return rank
 
 
 @pytest.mark.parametrize("llm", [dict(enable_lora=True, max_cpu_loras=2)], indirect=True)

@@ -211,7 +211,7 @@ def test_an_engine_in_the_process_takes_our_calls(vllm: Sources) -> None:
 
 
 def test_a_server_takes_our_requests(vllm: Sources) -> None:
-    """Each ``self.call("path", timeout, body)`` of `HttpClient`, and each ``self.request``."""
+    """Each ``self.call``, ``self.get`` and ``self.request`` of `HttpClient`."""
     routes = routes_of(vllm)
     wrong = []
     for called_path, args, keywords in client_calls("HttpClient"):
@@ -301,14 +301,16 @@ def methods(tree: ast.AST, name: str) -> dict[str, ast.AST]:
 
 
 def client_calls(name: str) -> Iterator[tuple[str, list[ast.expr], dict[str, str]]]:
-    """The calls of an engine by a client of ours: what is called, the arguments, and options."""
-    for method in methods(ast.parse((PLUGIN / "clients.py").read_text()), name).values():
+    """The calls of an engine by a client of ours: the method, the arguments, and options."""
+    tree = ast.parse((PLUGIN / "clients.py").read_text())
+    for method in [*methods(tree, "Client").values(), *methods(tree, name).values()]:
         for call in calls(method):
-            if ast.unparse(call.func) not in ("self.call", "self.request"):
+            function = ast.unparse(call.func)
+            if function not in ("self.call", "self.request", "self.get"):
                 continue
             if isinstance(call.args[0], ast.Name):
                 continue
-            text, options = call.args[0], {}
+            text, options = call.args[0], {"method": "GET"} if function == "self.get" else {}
             for each in call.keywords:
                 if each.arg == "setting":
                     continue

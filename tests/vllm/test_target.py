@@ -71,8 +71,14 @@ class TorchEngine:
         return 1
 
     def init_weight_transfer_engine(self, request: dict[str, Any]) -> None:
-        [self.address] = request["init_info"]["addresses"]
-        self.join()
+        step = request["init_info"].get("step")
+        if step is None:
+            [self.address] = request["init_info"]["addresses"]
+            self.join()
+        elif step["step"] == "check" and self.receiver.staged != step["version"]:
+            raise ValueError(f"its ranks have staged {self.receiver.staged}: no engine is there")
+        elif step["step"] == "updating" and not self.updating:
+            raise ValueError("no weight update has begun")
 
     def join(self) -> None:
         self.receiver = Receiver(Address.from_json(self.address), load=self.load)
@@ -99,13 +105,6 @@ class TorchEngine:
 
     def update_weights(self, request: dict[str, Any]) -> None:
         version = request["update_info"]["version"]
-        if request["update_info"].get("check"):
-            if self.receiver.staged != version:
-                self.updating = False
-                raise ValueError(
-                    f"its ranks have staged {[self.receiver.staged]}: no engine is there"
-                )
-            return
         if self.asleep:
             return  # it has refused the version already
         assert self.receiver.staged == version

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,7 @@ class AdapterDriver(Driver):
         number = 0 if self._client.names_adapters else (1 << 30) | (int(unique, 16) >> 2)
         new = _Adapter(name, number, str(Path(self._directory) / f"{name}-{unique}"))
         step(left(deadline), step="stage")
-        check = partial(step, step="check", version=version)
-        self._check_staged(check, deliveries, deadline)
+        self._check_staged(deliveries, deadline)
         self._next = new
         self._agree(votes, "staged")
         fields = asdict(new) | {"version": version, "description": described["adapter"]}

@@ -41,24 +41,32 @@ class Client(ABC):
     name: str
 
     @abstractmethod
+    def call(self, method: str, timeout: float, *args: Any) -> Any:
+        """Call a method of vLLM with its request."""
+
+    @abstractmethod
     def world_size(self, timeout: float) -> int:
         """The number of ranks."""
 
-    @abstractmethod
     def init(self, info: dict[str, Any], timeout: float) -> None:
         """Connect the ranks to the sender; the fields are those of ``SyncCoreInitInfo``."""
+        self.call("init_weight_transfer_engine", timeout, {"init_info": info})
 
     def step(self, timeout: float, **fields: Any) -> None:
-        """Take a step of a version of an adapter; the fields are those of ``AdapterStep``."""
+        """Take a step that vLLM has no call for; the fields are those of ``EngineStep``."""
         self.init({"step": fields}, timeout)
 
-    @abstractmethod
     def start(self, timeout: float) -> None:
         """Stage the newest version."""
+        self.call("start_weight_update", timeout)
 
-    @abstractmethod
-    def check(self, version: int, timeout: float) -> None:
-        """Raise unless all ranks have staged a version; nothing is loaded."""
+    def update(self, version: int, timeout: float) -> None:
+        """Load the version that is staged."""
+        self.call("update_weights", timeout, {"update_info": {"version": version}})
+
+    def finish(self, timeout: float) -> None:
+        """End the update."""
+        self.call("finish_weight_update", timeout)
 
     @abstractmethod
     def pause(self, mode: Pause, timeout: float) -> None:
@@ -68,14 +76,6 @@ class Client(ABC):
         """Return whether it schedules no tokens already, and not because of `pause`."""
         del timeout
         return False
-
-    @abstractmethod
-    def update(self, version: int, timeout: float) -> None:
-        """Load the version that is staged."""
-
-    @abstractmethod
-    def finish(self, timeout: float) -> None:
-        """End the update."""
 
     @abstractmethod
     def label(self, version: str, timeout: float) -> None:
@@ -122,22 +122,11 @@ class LlmClient(Client):
         self.name = f"the {type(llm).__name__} in this process"
 
     def call(self, method: str, timeout: float, *args: Any) -> Any:
-        """Call a method of the engine."""
         del timeout
         return getattr(self._llm, method)(*args)
 
     def world_size(self, timeout: float) -> int:
         return int(self.call("get_world_size", timeout))
-
-    def init(self, info: dict[str, Any], timeout: float) -> None:
-        self.call("init_weight_transfer_engine", timeout, {"init_info": info})
-
-    def start(self, timeout: float) -> None:
-        self.call("start_weight_update", timeout)
-
-    def check(self, version: int, timeout: float) -> None:
-        info = {"version": version, "check": True}
-        self.call("update_weights", timeout, {"update_info": info})
 
     def pause(self, mode: Pause, timeout: float) -> None:
         del mode
@@ -149,12 +138,6 @@ class LlmClient(Client):
         """Drop what the old weights have made of images: `LLM` itself has no method for that."""
         del timeout
         _reset_encoder_cache(self._llm)
-
-    def update(self, version: int, timeout: float) -> None:
-        self.call("update_weights", timeout, {"update_info": {"version": version}})
-
-    def finish(self, timeout: float) -> None:
-        self.call("finish_weight_update", timeout)
 
     def label(self, version: str, timeout: float) -> None:
         self.call("update_weight_version", timeout, version)
@@ -217,11 +200,17 @@ class HttpClient(Client):
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
-    def call(self, path: str, timeout: float, body: Any = None, *, method: str = "POST") -> Any:
-        """Make a request, and return the JSON that it was answered with."""
-        found = self.request(path, timeout, body, method=method)
+    def call(self, method: str, timeout: float, *args: Any) -> Any:
+        """Make a request that is named like the method."""
+        return self._parsed(method, self.request(method, timeout, *args))
+
+    def get(self, path: str, timeout: float) -> Any:
+        """Return the JSON that the server has under a path."""
+        return self._parsed(path, self.request(path, timeout, method="GET"))
+
+    def _parsed(self, path: str, reply: bytes) -> Any:
         try:
-            return json.loads(found or b"null")
+            return json.loads(reply or b"null")
         except ValueError as error:
             raise EngineError(f"{self.name}/{path}: {error}{self._proxy}") from error
 
@@ -268,29 +257,13 @@ class HttpClient(Client):
             raise EngineError(f"{self.name}/{path}: {error}{self._proxy}") from error
 
     def world_size(self, timeout: float) -> int:
-        return int(self.call("get_world_size", timeout, method="GET")["world_size"])
-
-    def init(self, info: dict[str, Any], timeout: float) -> None:
-        self.call("init_weight_transfer_engine", timeout, {"init_info": info})
-
-    def start(self, timeout: float) -> None:
-        self.call("start_weight_update", timeout)
-
-    def check(self, version: int, timeout: float) -> None:
-        info = {"version": version, "check": True}
-        self.call("update_weights", timeout, {"update_info": info})
+        return int(self.get("get_world_size", timeout)["world_size"])
 
     def pause(self, mode: Pause, timeout: float) -> None:
         self.call(f"pause?mode={mode}&clear_cache=true", timeout)
 
     def is_paused(self, timeout: float) -> bool:
-        return bool(self.call("is_paused", timeout, method="GET")["is_paused"])
-
-    def update(self, version: int, timeout: float) -> None:
-        self.call("update_weights", timeout, {"update_info": {"version": version}})
-
-    def finish(self, timeout: float) -> None:
-        self.call("finish_weight_update", timeout)
+        return bool(self.get("is_paused", timeout)["is_paused"])
 
     def label(self, version: str, timeout: float) -> None:
         self.call("update_weight_version", timeout, {"new_version": version})
@@ -321,7 +294,7 @@ class HttpClient(Client):
         self._metrics(timeout)
 
     def served_adapters(self, name: str, timeout: float) -> list[str]:
-        models = self.call("v1/models", timeout, method="GET")["data"]
+        models = self.get("v1/models", timeout)["data"]
         # A user's own adapter of such a name lies in another directory.
         ours = re.compile(rf"(?:.*/)?({re.escape(name)}-v[0-9]+)-[0-9a-f]{{8}}/?")
         found = {model["id"]: ours.fullmatch(model.get("root") or "") for model in models}

@@ -162,12 +162,16 @@ class Driver(ABC):
             self.status = replace(self.status, **changes)
             self._concluded = True
 
-    def begin(self, work: Callable[[], None]) -> bool:
-        """Start the next call in a thread; return False while the one before has not ended."""
+    def is_free(self) -> bool:
+        """Return whether the call before has ended; else that is its failure."""
         if self.thread is not None and self.thread.is_alive():
             self.failure = SyncError("the call before has not returned")
             return False
         self.failure, self._concluded = None, False
+        return True
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Start a call in a thread."""
 
         def run() -> None:
             try:
@@ -177,17 +181,19 @@ class Driver(ABC):
 
         self.thread = threading.Thread(target=run, name="sync-vllm", daemon=True)
         self.thread.start()
-        return True
 
     def join(self, deadline: float) -> None:
-        """Wait for the call, and note what is known of the engine if it is late."""
-        assert self.thread is not None
-        self.thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
+        """Wait for the call, and note what is known of the engine if it is late, or has not begun.
+
+        An interrupt may come before it begins.
+        """
+        if self.thread is not None and self.thread.ident is not None:
+            self.thread.join(max(0.0, deadline - time.monotonic()))
             if self.thread.is_alive():
                 self.failure = TimeoutError("did not return before the deadline")
-                if not self._concluded and self.status.state != "unconnected":
-                    self.status = replace(self.status, state="bad" if self.torn else "behind")
+        with self._lock:
+            if not self._concluded and self.status.state != "unconnected":
+                self.status = replace(self.status, state="bad" if self.torn else "behind")
             if self.failure is not None and self.status.error is None:
                 self.status = replace(self.status, error=self.failure)
 
@@ -213,6 +219,8 @@ class Driver(ABC):
         try:
             if len(deliveries) < len(ids):
                 raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
+            # Such as ranks that have died, or were connected to another sender.
+            _raise_refusal(deliveries, WorkerError)
             self._bring(deliveries, described, votes, deadline)
         except OthersFailedError as others:
             for delivery in deliveries:
@@ -249,21 +257,13 @@ class Driver(ABC):
         if not votes.pass_on(step, self.key):
             raise OthersFailedError(votes.reason)
 
-    def _check_staged(
-        self, check: Callable[[float], None], deliveries: Sequence[Delivery], deadline: float
-    ) -> None:
-        """Raise if a rank has refused a version while it staged it.
-
-        Args:
-            check: asks the engine, with ``all_or_none``; its argument is a timeout.
-            deliveries: to the ranks.
-            deadline: of the send.
-        """
+    def _check_staged(self, deliveries: Sequence[Delivery], deadline: float) -> None:
+        """Raise if a rank has refused a version, or with ``all_or_none`` has not staged it."""
         _raise_refusal(deliveries, WorkerError)
         if not self._options.all_or_none:
             return
         try:
-            check(left(deadline))
+            self._client.step(left(deadline), step="check", version=deliveries[0].version)
         except Exception:
             for delivery in deliveries:
                 if delivery.wait(min(_ANSWERING, left(deadline))):

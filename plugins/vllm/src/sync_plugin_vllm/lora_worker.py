@@ -1,115 +1,60 @@
-"""The adapter of one rank of a vLLM engine: its files, and whether the engine has loaded it.
-
-vLLM reads an adapter from a directory, and reads it again whenever requests need one that its cache
-has dropped. So each version of an adapter has a directory, from before it is loaded until no
-request can use it.
+"""The adapter of one rank of a vLLM engine: its versions, and whether the engine has loaded them.
 
 A version takes these steps. vLLM has no call for them: those for weights end by dropping all
-adapters. So each is an ``init_weight_transfer_engine`` with an `AdapterStep`:
+adapters. So each is an ``init_weight_transfer_engine`` with an `EngineStep`:
 
 - ``stage``: each rank stages the version;
-- ``check``: each rank raises unless all have staged it;
-- ``write``: one rank of each machine writes the directory; then the trainer calls vLLM's
-  ``add_lora``;
+- ``check``, for ``all_or_none``: the engine answers whether all have staged it;
+- ``write``: one rank of each machine writes the files; then the trainer calls vLLM's ``add_lora``;
 - ``confirm``: each rank confirms the version if its LoRA manager has a new adapter;
-- ``drop``: each rank refuses the version, and its directory is removed;
-- ``keep``: the other versions are unloaded, and their directories removed.
+- ``drop``: each rank refuses the version, and its files are removed;
+- ``keep``: the other versions are unloaded, and their files removed.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sync_core import Layout, OptionError, SyncError
 from sync_core.errors import LayoutMismatchError
-from sync_plugin_vllm.adapter_model import (
-    PREFIX,
-    TENSOR,
-    AdapterDescription,
-    base_names,
-    peft_config,
-)
-from sync_plugin_vllm.names import FusedNames, check_names, is_tied
+from sync_plugin_vllm.adapter_files import AdapterFiles
+from sync_plugin_vllm.adapter_model import PREFIX, TENSOR, AdapterDescription, base_names
+from sync_plugin_vllm.names import FusedNames, check_names, is_tied, names_of
+from sync_plugin_vllm.ranks import Ranks
 from sync_plugin_vllm.reload import Kind, rehearse_loading
+from sync_plugin_vllm.sleep import WeightMemory
+from sync_plugin_vllm.staging import EngineStep, Staging
 from sync_plugin_vllm.votes import AdapterError
-
-Step: TypeAlias = Literal["stage", "check", "write", "confirm", "drop", "keep"]
-
-_DIRECTORY = re.compile(r"[A-Za-z0-9][\w.-]*-v[0-9]+-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterStep:
-    """One step of a version of an adapter.
-
-    Args:
-        step: which step.
-        version: the version.
-        name: the adapter's name in the engine, such as ``"policy-v7"``; (keep) the part that all
-            versions share, such as ``"policy-v"``.
-        directory: (write) where its files are written: a directory that does not exist yet.
-        description: (write) the fields of an `AdapterDescription`.
-        lora_id: (write) its number in vLLM; 0 where vLLM's server chooses it.
-        reason: (drop) why vLLM could not load it; empty where another engine could not.
-        names: (keep) the adapters that requests may use.
-    """
-
-    step: Step
-    version: int = 0
-    name: str = ""
-    directory: str = ""
-    description: Mapping[str, Any] = field(default_factory=dict)
-    lora_id: int = 0
-    reason: str = ""
-    names: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if self.step not in get_args(Step):
-            raise OptionError(f"a step must be one of {get_args(Step)}, got {self.step!r}")
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """An adapter whose directory is there."""
-
-    directory: Path
-    lora_id: int
 
 
 class LoraWorker:
-    """Writes versions of an adapter, and knows which of them the engine has.
+    """Takes the steps of versions of an adapter, and knows which of them the engine has.
 
     Args:
         model: vLLM's model.
         lora_config: vLLM's configuration of LoRA; None for an engine without.
+        ranks: the ranks of the engine.
     """
 
-    def __init__(self, model: Any, lora_config: Any) -> None:
+    def __init__(self, model: Any, lora_config: Any, ranks: Ranks) -> None:
         self._model = model
         self._lora_config = lora_config
-        self._adapters: dict[str, _Loaded] = {}
+        self._ranks = ranks
+        self._files = AdapterFiles()
+        #: By name, the number and the directory of each version that was loaded.
+        self._loaded: dict[str, tuple[int, Path]] = {}
         #: All names so far: vLLM keeps cached prompts by the name of their adapter.
         self._names: set[str] = set()
         self._before: set[int] = set()
-        self._step: AdapterStep | None = None
-        self._writes = False
+        #: The version whose files are being written, or are there, and not loaded for all we know.
+        self._step: EngineStep | None = None
+        self._is_written = False
         #: The number of the version in vLLM; 0 where it was not found there.
         self._found = 0
-        #: Whether the files of the version are there.
-        self.written = False
-        self._directories: set[Path] = set()
-        self._end = weakref.finalize(self, _remove_all, self._directories, os.getpid())
 
     def check(
         self, layout: Layout, description: AdapterDescription, advice: str, *, quantized: bool
@@ -138,7 +83,7 @@ class LoraWorker:
             )
         plain = base_names(specs)
         sent = list(plain.values())
-        check_names(sent, self._taken, self._model, quantized=quantized, advice=advice)
+        check_names(sent, names_of(self._model), self._model, quantized=quantized, advice=advice)
         if not quantized:
             kinds: list[Kind] = [
                 (own, specs[name].dtype, specs[name].shape)
@@ -162,58 +107,101 @@ class LoraWorker:
                 "target_modules, or start the engine without a restriction of its own"
             )
 
-    def take(self, step: AdapterStep, *, writes: bool) -> None:
-        """Have the next `load` write the files of a version.
-
-        Args:
-            step: the version.
-            writes: whether this rank does so for all ranks of its machine.
+    def take(self, step: EngineStep, staging: Staging, memory: WeightMemory) -> None:
+        """Take a step.
 
         Raises:
-            OptionError: the engine has had an adapter of this name, or the directory is not one
-                that may be made.
+            SyncError: a rank could not take it; all have refused the version.
         """
-        self.drop()
-        directory = Path(step.directory)
+        receiver = staging.receiver
+        if step.step == "stage":
+            staging.begin()
+        elif step.step == "write":
+            versions = staging.versions(step.version)
+            self._together(staging, lambda: self._write(step, staging, memory, versions))
+        elif step.step == "confirm":
+            self._together(staging, lambda: self._find(staging))
+            self._commit()
+            receiver.confirm()
+        elif step.step == "drop":
+            if step.reason:
+                receiver.reject(AdapterError(receiver.worker_id, step.reason))
+            staging.drop()
+            self._drop()
+        else:
+            self._keep(step.name, step.names)
+
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the files of a version, and raise, as vLLM has yet to load them.
+
+        Once the version was found in vLLM's manager, it returns: the engine has the version.
+
+        Raises:
+            AdapterError: vLLM has not loaded the version, or the files cannot be written.
+        """
+        if self._found:
+            return
+        try:
+            step = self._step
+            if step is None:
+                raise SyncError("no step has begun")
+            description = AdapterDescription(**step.description)
+            tensors = {n: t.contiguous() for n, t in named if _is_of(n, description.adapter)}
+            ranks = _lora_ranks(tensors, description)
+            if self._ranks.is_first_of_machine:
+                self._files.write(Path(step.directory), tensors, description, ranks)
+        except Exception as error:
+            raise AdapterError(0, f"{type(error).__name__}: {error}") from error
+        self._is_written = True
+        raise AdapterError(0, "vLLM has not loaded the adapter yet")
+
+    def _together(self, staging: Staging, take: Callable[[], None]) -> None:
+        """Take a step on all ranks; if one fails, all refuse the version."""
+        error, problems = self._ranks.attempt(take)
+        if problems:
+            refusal = SyncError(f"the adapter is not loaded: {problems}")
+            staging.receiver.reject(error or refusal)
+            self._drop()
+            raise refusal from error
+
+    def _write(
+        self,
+        step: EngineStep,
+        staging: Staging,
+        memory: WeightMemory,
+        versions: list[int | None],
+    ) -> None:
+        worker_id = staging.receiver.worker_id
+        self._drop()
+        if memory.asleep:
+            raise memory.error(worker_id)
+        if memory.discarded:
+            raise AdapterError(
+                worker_id,
+                "sleep(level=2) has discarded the engine's weights, which an adapter does not "
+                "bring; send the base model by another VllmTarget(…), without adapter=, and type "
+                "target.connect(sender) again",
+            )
+        if any(version != step.version for version in versions):
+            raise SyncError(
+                f"its ranks have staged the versions {versions} rather than {step.version}"
+            )
         if step.name in self._names:
             raise OptionError(
                 f"the engine has had an adapter {step.name!r} before, whose cached prompts it may "
                 "use again; let the trainer count on: Sender(…, version=…)"
             )
-        if not directory.is_absolute() or not _DIRECTORY.fullmatch(directory.name):
-            raise OptionError(f"an adapter cannot be written to {step.directory!r}")
         self._names.add(step.name)
-        self._step, self._writes = step, writes
+        self._step = step
         self._before = set(self._manager().list_adapters())
-
-    def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the files of a version, and raise, as vLLM has yet to load them.
-
-        Once `find` has found the version in vLLM's manager, it returns: the engine has the version.
-
-        Raises:
-            AdapterError: vLLM has not loaded the version, or the files cannot be written.
-        """
-        step = self._step
-        if step is None or self._found:
-            return
         try:
-            description = AdapterDescription(**step.description)
-            tensors = {n: t.contiguous() for n, t in named if _is_of(n, description.adapter)}
-            ranks = _ranks(tensors, description)
-            if self._writes:
-                self._write(Path(step.directory), tensors, description, ranks)
-        except Exception as error:
-            raise AdapterError(0, f"{type(error).__name__}: {error}") from error
-        self.written = True
-        raise AdapterError(0, "vLLM has not loaded the adapter yet")
+            staging.receiver.load()
+        except AdapterError:
+            if not self._is_written:
+                raise
 
-    def find(self) -> None:
-        """Find the version in vLLM's manager.
-
-        Raises:
-            AdapterError: vLLM has not loaded it.
-        """
+    def _find(self, staging: Staging) -> None:
+        """Find the version in vLLM's manager."""
         step = self._step
         found = set(self._manager().list_adapters())
         number = 0 if step is None else step.lora_id
@@ -221,40 +209,32 @@ class LoraWorker:
         if step is None or not new:
             name = "adapter" if step is None else repr(step.name)
             raise AdapterError(0, f"vLLM's LoRA manager has {sorted(found)}, and no {name}")
+        # A server counts, so that an adapter which it has loaded again has a smaller number.
         self._found = max(new)
+        staging.receiver.load()
 
-    def commit(self) -> None:
+    def _commit(self) -> None:
         """Note that requests may use the version that was found."""
         assert self._step is not None
-        directory = Path(self._step.directory)
-        self._adapters[self._step.name] = _Loaded(directory, self._found)
-        self._step, self._found, self.written = None, 0, False
+        self._loaded[self._step.name] = self._found, Path(self._step.directory)
+        self._step, self._found, self._is_written = None, 0, False
 
-    def drop(self) -> None:
-        """Remove the files of a version that is not loaded."""
+    def _drop(self) -> None:
+        """Unload a version that was not confirmed, and remove its files."""
         if self._step is not None:
-            if self._step.lora_id:
-                self._manager().remove_adapter(self._step.lora_id)
-            self._remove(Path(self._step.directory))
-        self._step, self._found, self.written = None, 0, False
+            self._unload(self._step.lora_id, Path(self._step.directory))
+        self._step, self._found, self._is_written = None, 0, False
 
-    def keep(self, prefix: str, names: Iterable[str]) -> None:
-        """Unload the versions that are not named, and remove their files.
-
-        Args:
-            prefix: what the names of all versions of the adapter begin with.
-            names: the versions that remain.
-        """
-        versions = {n for n in self._adapters if n.rpartition("-v")[0] + "-v" == prefix}
+    def _keep(self, prefix: str, names: Iterable[str]) -> None:
+        """Unload the versions whose names begin so, but for some."""
+        versions = {n for n in self._loaded if n.rpartition("-v")[0] + "-v" == prefix}
         for name in versions - set(names):
-            gone = self._adapters.pop(name)
-            self._manager().remove_adapter(gone.lora_id)
-            self._remove(gone.directory)
+            self._unload(*self._loaded.pop(name))
 
-    @property
-    def _taken(self) -> frozenset[str]:
-        named = (self._model.named_parameters, self._model.named_buffers)
-        return frozenset(name for each in named for name, _ in each(remove_duplicate=False))
+    def _unload(self, lora_id: int, directory: Path) -> None:
+        if lora_id:
+            self._manager().remove_adapter(lora_id)
+        self._files.remove(directory)
 
     def _manager(self) -> Any:
         manager = getattr(self._model, "lora_manager", None)
@@ -265,36 +245,13 @@ class LoraWorker:
             )
         return manager
 
-    def _write(
-        self,
-        directory: Path,
-        tensors: Mapping[str, Tensor],
-        description: AdapterDescription,
-        ranks: Mapping[str, int],
-    ) -> None:
-        directory.mkdir(mode=0o700)
-        self._directories.add(directory)
-        names = {n: n.replace(f".{description.adapter}.weight", ".weight") for n in tensors}
-        save_file(
-            {names[name]: tensor for name, tensor in tensors.items()},
-            directory / "adapter_model.safetensors",
-        )
-        config = json.dumps(peft_config(ranks, description.scaling), indent=1)
-        (directory / "adapter_config.json").write_text(config)
-
-    def _remove(self, directory: Path) -> None:
-        if directory in self._directories:
-            # Others may have removed it, as what cleans /tmp does.
-            shutil.rmtree(directory, ignore_errors=True)
-            self._directories.remove(directory)
-
 
 def _is_of(name: str, adapter: str) -> bool:
     found = TENSOR.fullmatch(name)
     return found is not None and found["adapter"] == adapter
 
 
-def _ranks(tensors: Mapping[str, Tensor], description: AdapterDescription) -> dict[str, int]:
+def _lora_ranks(tensors: Mapping[str, Tensor], description: AdapterDescription) -> dict[str, int]:
     """Return the rank of each module's part.
 
     Raises:
@@ -314,10 +271,3 @@ def _ranks(tensors: Mapping[str, Tensor], description: AdapterDescription) -> di
             f"model, in {', '.join(map(repr, wrong[:8]))}; send the model that the sender has"
         )
     return {module: of["A"] for module, of in ranks.items()}
-
-
-def _remove_all(directories: set[Path], process: int) -> None:
-    if os.getpid() != process:
-        return  # forked from the rank's
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)

@@ -32,6 +32,12 @@ def without_lora(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
+def names_of(model: Any) -> frozenset[str]:
+    """The names of all tensors of a model."""
+    named = (model.named_parameters, model.named_buffers)
+    return frozenset(name for each in named for name, _ in each(remove_duplicate=False))
+
+
 def tied_names(model: Any) -> dict[str, str]:
     """The names of tensors that a model has under several names, each with the first of these."""
     first: dict[int, str] = {}

@@ -8,7 +8,7 @@ compares them bit by bit with what the layers return. Other columns are compared
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from sync_core import OptionError, SyncError
+from sync_core import Layout, OptionError, SyncError
+from sync_plugin_vllm.adapter_model import base_names, read_sample
 from sync_plugin_vllm.names import FusedNames, without_lora
 
 #: Columns of each weight that are compared; one lies in each sixteenth of a weight, so that each of
@@ -171,6 +172,32 @@ class Proof:
     def _device(self) -> torch.device:
         device: torch.device = next(self._model.parameters()).device
         return device
+
+
+def check_base(
+    model: Any, rank: tuple[int, int], layout: Layout, samples: Mapping[str, Any]
+) -> None:
+    """Raise unless layers compute with the base model of a trainer's adapter.
+
+    Args:
+        model: vLLM's model.
+        rank: see `Proof`.
+        layout: of the trainer's PEFT model.
+        samples: what `sync_plugin_vllm.adapter_model.base_samples` has of its base model.
+    """
+    proof = Proof(model, rank, turn=0, columns=1)
+    dimensions = {
+        own: len(layout.specs[layout.index[name]].shape)
+        for name, own in base_names(layout.names).items()
+    }
+    for name, (dtype, data) in samples.items():
+        sample = read_sample(dtype, data)
+        proof.add(name, sample if dimensions[name] == 1 else sample[:, None])
+    if wrong := proof.differing():
+        raise SyncError(
+            f"the engine's base model is not the one of the trainer's adapter, in {wrong}; "
+            "start the engine with the checkpoint that the trainer began with"
+        )
 
 
 def _equal(computed: Tensor, sent: Tensor) -> bool:

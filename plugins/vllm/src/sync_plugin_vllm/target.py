@@ -210,13 +210,13 @@ class VllmTarget:
         with self._sending:
             model = sender.model if weights is None else weights
             described = self._driver.describe(model, verify=False)
+            free = [engine for engine in self._engines if engine.is_free()]
             pending = sender.send_async(weights, timeout=seconds)
-            begun: list[Driver] = []
             try:
                 votes = self._votes(pending, deadline - min(CONCLUDING, _RESERVE * seconds))
                 for engine in self._engines:
-                    if engine.begin(partial(engine.update, pending, votes, described, deadline)):
-                        begun.append(engine)
+                    if engine in free:
+                        engine.begin(partial(engine.update, pending, votes, described, deadline))
                     else:
                         votes.fail(engine.key, engine.failure)
                         engine.fail(pending, engine.failure)
@@ -225,7 +225,7 @@ class VllmTarget:
                 pending.interrupt(error)
                 raise
             finally:
-                for engine in begun:
+                for engine in free:
                     engine.join(deadline)
             _raise_first(self._engines)
             return report
@@ -253,15 +253,14 @@ class VllmTarget:
         deadline = time.monotonic() + self._timeout
         sender = self._connected()
         described = self._driver.describe(sender.model, verify=self._options.verify)
-        begun = []
-        for engine in engines:
+        free = [engine for engine in engines if engine.is_free()]
+        for engine in free:
             given = [
                 sender.address(i) if addresses is None else addresses[i]
                 for i in engine.status.worker_ids
             ]
-            if engine.begin(partial(engine.connect, given, described, deadline)):
-                begun.append(engine)
-        for engine in begun:
+            engine.begin(partial(engine.connect, given, described, deadline))
+        for engine in free:
             engine.join(deadline)
         _raise_first(engines)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from sync_core import Delivery
@@ -38,10 +37,11 @@ class WholeDriver(Driver):
         if self._unfinished:
             # It fails where the engine has not come as far as to start it.
             with suppress(Exception):
+                client.step(left(deadline), step="updating")
                 client.finish(left(deadline))
         self._unfinished = True
         client.start(left(deadline))
-        self._check_staged(partial(client.check, version), deliveries, deadline)
+        self._check_staged(deliveries, deadline)
         self._agree(votes, "staged")
         self._pause_began = time.perf_counter()
         if not self._paused:

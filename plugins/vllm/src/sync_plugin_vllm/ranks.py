@@ -1,0 +1,82 @@
+"""The ranks of one engine, which compare their results so that all act alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed
+from vllm.distributed.parallel_state import get_world_group
+from vllm.logger import init_logger
+
+_logger = init_logger(__name__)
+
+
+class Ranks:
+    """The ranks of an engine, as seen by one of them.
+
+    Args:
+        parallel_config: vLLM's configuration of ranks.
+    """
+
+    def __init__(self, parallel_config: Any) -> None:
+        self._config = parallel_config
+
+    @property
+    def count(self) -> int:
+        """The number of ranks."""
+        return int(self._config.world_size_across_dp)
+
+    @property
+    def own(self) -> int:
+        """The rank of this process."""
+        config = self._config
+        return int(config.data_parallel_index * config.world_size + config.rank)
+
+    @property
+    def of_layers(self) -> tuple[int, int]:
+        """The rank among those that share each layer, and how many these are."""
+        ranks = int(self._config.tensor_parallel_size)
+        return int(self._config.rank) % ranks, ranks
+
+    @property
+    def is_first_of_machine(self) -> bool:
+        """Whether this rank writes files for all ranks of its machine."""
+        return self.count == 1 or bool(get_world_group().local_rank == 0)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        torch.distributed.all_gather_object(values, value, group=get_world_group().cpu_group)
+        return values
+
+    def attempt(self, take: Callable[[], object]) -> tuple[Exception | None, str]:
+        """Call a function on all ranks.
+
+        Returns:
+            What it has raised in this rank, and in all ranks as text, which is empty for nothing.
+        """
+        error: Exception | None = None
+        try:
+            take()
+        except Exception as raised:
+            error = raised
+        problems = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        return error, "; ".join(f"rank {i}: {text}" for i, text in enumerate(problems) if text)
+
+    @contextmanager
+    def raising_once(self) -> Iterator[None]:
+        """Let what is raised in all ranks leave the last rank alone.
+
+        vLLM reads the answers of ranks in their order up to the first error, and takes those that
+        it has not read for answers to the next call.
+        """
+        try:
+            yield
+        except Exception:
+            if self.own == self.count - 1:
+                raise
+            _logger.exception("rank %d failed", self.own)
