@@ -265,6 +265,11 @@ def test_another_mirror_is_asked_where_one_fails(tmp_path: Path) -> None:
         shutil.copytree(far, near)
         for path in (near / "objects").iterdir():
             tamper(path, "changed")
+        with Run(str(near), Run.key_of(sender)) as run:
+            named = near / object_name(run._head().address or "")
+        # It cannot be read, and says so.
+        named.unlink()
+        named.mkdir()
         with (
             Run(str(near), Run.key_of(sender), mirrors=[str(far)]) as run,
             serve(str(tmp_path)) as gone,

@@ -12,7 +12,7 @@ from typing import Self
 from sync_core import SyncError
 from sync_core.errors import PayloadError
 from sync_plugin_store.errors import RolledBackError, SignatureError
-from sync_plugin_store.format import HEAD, Head, Manifest, digest_of, manifest_name, object_name
+from sync_plugin_store.format import HEAD, Head, Manifest, manifest_name, object_name
 from sync_plugin_store.objects import Directory, open_objects
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.web import serve
@@ -157,8 +157,8 @@ class Mirror:
     def _copy_record(self, name: str, digest: str) -> None:
         """Copy the bytes of a small object, which may have entries that this release ignores."""
         if not self._has(name):
-            data = self._reader.read_record(name)
-            if data is not None and digest_of(data) == digest:
+            data = self._reader.read_record(name, digest)
+            if data is not None:
                 self._copy.put(name, data)
 
     def _write_head(self, head: Head) -> None:

@@ -159,12 +159,23 @@ class RunReader:
                     f"{self._sources[0].url}: {reason}"
                 )
 
-    def read_record(self, name: str) -> bytes | None:
-        """Return a small object from the first place that has it."""
+    def read_record(self, name: str, digest: str) -> bytes | None:
+        """Return a small object from the first place that has it; None where it is gone.
+
+        Raises:
+            StoreError: a place does not answer, and no other has it.
+        """
+        failure: StoreError | None = None
         for source in self._in_order(self._sources):
-            found = source.look(name)
-            if found is not None:
+            try:
+                found = source.look(name)
+            except StoreError as error:
+                failure = error
+                continue
+            if found is not None and digest_of(found.data) == digest:
                 return found.data
+        if failure is not None:
+            raise failure
         return None
 
     def read_piece(self, piece: Piece, memory: memoryview, version: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from sync_core import Address, OptionError, Sender
 from sync_core.errors import PayloadError
 from sync_plugin_store.errors import StoreError
-from sync_plugin_store.format import Head, Manifest, digest_of, object_name
+from sync_plugin_store.format import Head, Manifest, object_name
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import LEASES, Lease
 from sync_plugin_store.objects import open_all
@@ -211,11 +211,10 @@ class Run:
                 f"{self._urls[0]} has no address for its readers, as its trainer has layers or a "
                 "scheme that are objects; give readers a pickle of sender.address()"
             )
-        for source in self._sources:
-            found = source.look(object_name(head.address))
-            if found is not None and digest_of(found.data) == head.address:
-                return found.data
-        raise PayloadError(f"the address in {self._urls[0]} is gone or has other bytes")
+        found = self._reader.read_record(object_name(head.address), head.address)
+        if found is None:
+            raise PayloadError(f"the address in {self._urls[0]} is gone or has other bytes")
+        return found
 
 
 def _endpoint_of(sender: Sender) -> StoreEndpoint:
