@@ -187,14 +187,15 @@ def test_a_mirror_copies_the_bytes_of_manifests_and_asks_for_each_once(
     look = Directory.look
 
     def note(self: Directory, name: str, tag: str | None = None) -> Found | None:
-        looked.append(name)
+        looked.append(str(self.path / name))
         return look(self, name, tag)
 
     with Mirror(str(far), str(near), key.public, poll=600.0) as mirror:
         assert mirror.update() == 1
         monkeypatch.setattr(Directory, "look", note)
         assert mirror.update() == 1
-    assert not [name for name in looked if name.startswith("manifests/")]
+    assert not [name for name in looked if name.startswith(str(far / "manifests"))]
+    assert str(far / HEAD) in looked
     assert objects(near) == objects(far)
     for name in objects(far):
         assert (near / name).read_bytes() == (far / name).read_bytes()
@@ -217,6 +218,20 @@ def test_a_mirror_that_begins_again_puts_no_older_head_in_place(tmp_path: Path) 
     ):
         mirror.update()
     assert (near / HEAD).read_bytes() == newer
+
+
+def test_a_mirror_that_begins_again_mends_its_copy(tmp_path: Path) -> None:
+    near, far, key = tmp_path / "near", tmp_path / "far", SigningKey.generate()
+    publisher = Publisher(Directory(far, "run"), key)
+    publisher.publish(payload_of(1))
+    publisher.close()
+    for how in ("made", "changed", "truncated"):
+        for name in objects(near):
+            tamper(near / name, how)
+        with Mirror(str(far), str(near), key.public, poll=600.0) as mirror:
+            assert mirror.update() == 1
+        for name in objects(far):
+            assert (near / name).read_bytes() == (far / name).read_bytes()
 
 
 @pytest.mark.parametrize("how", ["deleted", "truncated"])

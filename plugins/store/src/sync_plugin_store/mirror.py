@@ -12,8 +12,16 @@ from typing import Self
 from sync_core import SyncError
 from sync_core.errors import PayloadError
 from sync_plugin_store.errors import RolledBackError, SignatureError
-from sync_plugin_store.format import HEAD, Head, Manifest, manifest_name, object_name
-from sync_plugin_store.objects import Directory, open_objects
+from sync_plugin_store.format import (
+    HEAD,
+    Head,
+    Manifest,
+    Piece,
+    digest_of,
+    manifest_name,
+    object_name,
+)
+from sync_plugin_store.objects import Directory, Patience, open_objects
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.web import serve
 
@@ -77,6 +85,8 @@ class Mirror:
         self._poll, self._grace = poll, grace
         # Those of the versions that are copied.
         self._manifests: dict[int, Manifest] = {}
+        # The names of objects whose bytes are right.
+        self._checked = set[str]()
         # When what is not needed any longer was first seen so, by its name.
         self._unneeded: dict[str, float] = {}
         self._updating = threading.Lock()
@@ -148,15 +158,17 @@ class Mirror:
 
     def _copy_objects(self, manifest: Manifest) -> None:
         for piece in manifest.objects:
-            if self._has(object_name(piece.digest), piece.nbytes):
-                continue
-            data = bytearray(piece.nbytes)
-            self._reader.read_piece(piece, memoryview(data), manifest.version)
-            self._copy.put(object_name(piece.digest), memoryview(data))
+            name = object_name(piece.digest)
+            if not self._has(name, piece):
+                data = bytearray(piece.nbytes)
+                self._reader.read_piece(piece, memoryview(data), manifest.version)
+                self._copy.put(name, memoryview(data))
+                self._checked.add(name)
 
     def _copy_record(self, name: str, digest: str) -> None:
         """Copy the bytes of a small object, which may have entries that this release ignores."""
-        if not self._has(name):
+        found = self._copy.look(name)
+        if found is None or digest_of(found.data) != digest:
             data = self._reader.read_record(name, digest)
             if data is not None:
                 self._copy.put(name, data)
@@ -175,12 +187,20 @@ class Mirror:
         if found is None or found.data != self._reader.head_bytes:
             self._copy.swap(HEAD, self._reader.head_bytes, None if found is None else found.tag)
 
-    def _has(self, name: str, nbytes: int | None = None) -> bool:
+    def _has(self, name: str, piece: Piece) -> bool:
+        """Return whether an object is there; one that was there before is read once."""
         try:
-            size = (self._copy.path / name).stat().st_size
+            if (self._copy.path / name).stat().st_size != piece.nbytes:
+                return False
         except OSError:
             return False
-        return nbytes is None or size == nbytes
+        if name not in self._checked:
+            memory = memoryview(bytearray(piece.nbytes))
+            self._copy.read(name, 0, memory, Patience(0.0, self._ended), whole=True)
+            if digest_of(memory) != piece.digest:
+                return False
+            self._checked.add(name)
+        return True
 
     def _remove(self, head: Head) -> None:
         """Remove what the run has not had for the grace."""
@@ -192,6 +212,7 @@ class Mirror:
         listed = [*self._copy.list("objects/"), *self._copy.list("manifests/")]
         now = time.monotonic()
         unneeded = {each.name for each in listed} - needed
+        self._checked &= needed
         self._unneeded = {name: self._unneeded.get(name, now) for name in unneeded}
         for name, since in self._unneeded.items():
             if now - since > self._grace:
