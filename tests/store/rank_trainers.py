@@ -1,13 +1,11 @@
-"""Trainers of several ranks, in threads or as processes: python -m ... DIRECTORY RANK SIZE ….
+"""Trainers of several ranks, in threads or as processes.
 
 Each rank holds rows of ``weight``; all hold ``bias``.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -181,41 +179,34 @@ def trainer(directory: Path, size: int = 2, **options: Any) -> Iterator[Trainer]
         )
 
 
-def main() -> None:
-    """Run one rank, which may die where it writes an object."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("rank", type=int)
-    parser.add_argument("size", type=int)
-    parser.add_argument("--versions", type=int, nargs="+", default=[1])
-    parser.add_argument("--dies-at", default="", help="the object that it does not write")
-    parser.add_argument("--dies-with", type=int, default=0, help="the version that is not sent")
-    parser.add_argument("--timeout", type=float, default=60.0, help="after the first version")
-    arguments = parser.parse_args()
-    put = Directory.put
-    sending = 0
+def run_rank(directory: Path, rank: int, size: int, dies_at: str, timeout: float) -> None:
+    """Send two versions from a rank in a process, and write down what comes of it.
+
+    Args:
+        directory: with the run.
+        rank: the rank.
+        size: the number of ranks.
+        dies_at: the objects of the second version that it does not write; "" for none.
+        timeout: after the first version.
+    """
+    put, sending = Directory.put, 0
 
     def dying(self: Directory, name: str, data: bytes | memoryview) -> None:
-        if sending == arguments.dies_with and name.startswith(arguments.dies_at):
+        if dies_at and sending == 2 and name.startswith(dies_at):
             os._exit(9)
         put(self, name, data)
 
-    if arguments.dies_with:
-        Directory.put = dying  # type: ignore[method-assign]
+    Directory.put = dying  # type: ignore[method-assign]
     # The processes need not start at the same time.
-    with rank_sender(arguments.directory, arguments.rank, arguments.size, timeout=90.0) as sender:
-        for sending in arguments.versions:
-            values = shard(sending, arguments.rank, arguments.size)
+    with (
+        (directory / f"{rank}.log").open("w", buffering=1) as log,
+        rank_sender(directory, rank, size, timeout=90.0) as sender,
+    ):
+        for sending in (1, 2):
             try:
-                report = sender.send(values, version=sending)
+                report = sender.send(shard(sending, rank, size))
             except Exception as error:
-                sys.stdout.write(f"version {sending}: {type(error).__name__}: {error}\n")
+                log.write(f"version {sending}: {type(error).__name__}: {error}\n")
             else:
-                sys.stdout.write(f"version {report.version} is published\n")
-            sys.stdout.flush()
-            transport_of(sender)._timeout = arguments.timeout
-
-
-if __name__ == "__main__":
-    main()
-    sys.exit(0)
+                log.write(f"version {report.version} is published\n")
+            transport_of(sender)._timeout = timeout

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.store.rank_trainers import (
     parts,
     published,
     rank_sender,
+    run_rank,
     send_all,
     senders_of,
     shard,
@@ -289,19 +289,21 @@ def test_records_are_read_as_they_were_written() -> None:
         Session.from_bytes(session.to_bytes(SigningKey.generate()), key.public)
 
 
-def run_ranks(directory: Path, *arguments: Sequence[str]) -> list[str]:
-    """Run processes, one for each rank; return what they have printed."""
-    processes = []
-    try:
-        for rank, given in enumerate(arguments):
-            command = [sys.executable, "-m", "tests.store.rank_trainers", str(directory)]
-            command += [str(rank), str(len(arguments)), *given]
-            processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def run_ranks(directory: Path, rank: int, dies_at: str) -> list[str]:
+    """Run two ranks, one of which dies; return what each has written down."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tests.store.rank_trainers"])
+    processes = [
+        context.Process(target=run_rank, args=(directory, i, 2, dies_at if i == rank else "", 1.0))
+        for i in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+        process.join()
+    return [(directory / f"{i}.log").read_text() for i in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -312,9 +314,7 @@ def run_ranks(directory: Path, *arguments: Sequence[str]) -> list[str]:
 def test_a_rank_that_is_killed_leaves_the_last_version(
     tmp_path: Path, rank: int, dies_at: str
 ) -> None:
-    dying = ["--versions", "1", "2", "--dies-at", dies_at, "--dies-with", "2"]
-    living = ["--versions", "1", "2", "--timeout", "3"]
-    printed = run_ranks(tmp_path, *[dying if i == rank else living for i in range(2)])
+    printed = run_ranks(tmp_path, rank, dies_at)
     assert printed[rank] == "version 1 is published\n"
     assert printed[1 - rank].startswith("version 1 is published\nversion 2: StoreError: ")
     assert f"rank {rank}" in printed[1 - rank]
