@@ -28,7 +28,7 @@ from tests.engines.engines import (
 from sync_core import ModelError, OptionError, Sender, SendError, SyncError
 from sync_plugin_std import lora
 from sync_plugin_vllm import HttpClient, VllmTarget
-from sync_plugin_vllm.clients import adapters_in_progress, requests_waiting
+from sync_plugin_vllm.clients import adapters_in_progress, hides_adapters
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -467,7 +467,7 @@ def test_a_request_that_waits_for_its_turn_keeps_its_adapter(
     with connected(target, model, "dist"), ThreadPoolExecutor(80) as threads:
         target.send()
         others = [threads.submit(server.post, "inference/v1/generate", body) for _ in range(80)]
-        while not requests_waiting(metrics(server)):
+        while not hides_adapters(metrics(server)):
             pass
         stream = Stream(server, "queue-v1")
         for _ in range(3):

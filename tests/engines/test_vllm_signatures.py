@@ -228,7 +228,9 @@ def test_a_server_takes_our_requests(vllm: Sources) -> None:
             wrong.append(f"{kind} {called_path}")
     assert ("POST", "/v1/unload_lora_adapter") in routes
     metrics = (vllm.root / "vllm" / "v1" / "metrics" / "loggers.py").read_text()
-    for name in ("vllm:lora_requests_info", "waiting_lora_adapters", "running_lora_adapters"):
+    requests = ("vllm:num_requests_waiting", "vllm:num_requests_running")
+    adapters = ("vllm:lora_requests_info", "waiting_lora_adapters", "running_lora_adapters")
+    for name in (*requests, *adapters):
         assert f'"{name}"' in metrics
     assert ("POST", "/sleep") in routes
     assert ("POST", "/wake_up") in routes

@@ -84,4 +84,6 @@ def test_a_directory_that_was_removed_is_no_error(tmp_path: Path) -> None:
 def test_other_directories_are_not_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="cannot be written"):
         write(AdapterFiles(), tmp_path / name)
+    with pytest.raises(OptionError, match="type VllmTarget\\(…, adapter_directory=…"):
+        write(AdapterFiles(), tmp_path / "none" / "a-v1-00000000")
     assert not list(tmp_path.iterdir())

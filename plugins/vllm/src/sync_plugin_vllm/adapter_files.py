@@ -55,10 +55,15 @@ class AdapterFiles:
             ranks: by module.
 
         Raises:
-            OptionError: the directory has no name of an adapter's version.
+            OptionError: the directory has no name of an adapter's version, or no parent.
         """
         if not directory.is_absolute() or not _DIRECTORY.fullmatch(directory.name):
             raise OptionError(f"an adapter cannot be written to {str(directory)!r}")
+        if not directory.parent.is_dir():
+            raise OptionError(
+                f"{str(directory.parent)!r} is not a directory of the engine's machine; type "
+                "VllmTarget(…, adapter_directory=…)"
+            )
         _remove_stale(directory.parent)
         # Others look at a directory once it has its name, and is locked.
         made = Path(tempfile.mkdtemp(prefix=".adapter-", dir=directory.parent))

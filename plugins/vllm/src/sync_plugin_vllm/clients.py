@@ -25,8 +25,6 @@ _RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which adds the calls for ad
 _METRICS = "its metrics: leave out --disable-log-stats"
 #: The metric that names the adapters of requests in progress.
 _GAUGE = "vllm:lora_requests_info"
-#: The metric of each rank's requests that wait to be scheduled.
-_WAITING = "vllm:num_requests_waiting"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -306,8 +304,7 @@ class HttpClient(Client):
 
     def adapters_in_use(self, timeout: float) -> set[str] | None:
         text = self._metrics(timeout)
-        # Metrics have the adapter of a request from its first token on.
-        if requests_waiting(text) or self.is_paused(timeout):
+        if hides_adapters(text) or self.is_paused(timeout):
             return None
         return adapters_in_progress(text)
 
@@ -357,15 +354,23 @@ def adapters_in_progress(text: str) -> set[str]:
     return {n for kind in kinds for n in labels_of_newest.get(kind, "").split(",") if n}
 
 
-def requests_waiting(text: str) -> bool:
-    r"""Return whether requests wait for their first token, by the metrics of a server.
+def hides_adapters(text: str) -> bool:
+    r"""Return whether requests may use adapters that the metrics of a server do not name.
+
+    Metrics have the adapter of a request from its first token on; and of a server with data
+    parallelism, those of one of its engines.
 
     Example:
-        >>> requests_waiting('vllm:num_requests_waiting{engine="0"} 0.0')
+        >>> hides_adapters('vllm:num_requests_waiting{engine="0"} 0.0')
         False
+        >>> hides_adapters('vllm:num_requests_waiting{engine="0"} 3.0')
+        True
     """
-    samples = (line for line in text.splitlines() if line.startswith(f"{_WAITING}{{"))
-    return any(float(line.rpartition(" ")[2]) for line in samples)
+    waiting, running = (
+        [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]
+        for name in ("vllm:num_requests_waiting{", "vllm:num_requests_running{")
+    )
+    return any(waiting) or (len(running) > 1 and any(running))
 
 
 def _add_adapter(llm: Any, name: str, lora_id: int, directory: str) -> None:

@@ -99,7 +99,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         super().__init__(config, vllm_config, device, model)
         self._memory = watch_sleep(self.model_config, self._lost_weights)
         self._ranks = Ranks(self.parallel_config)
-        self._lora = LoraWorker(model, vllm_config.lora_config, self._ranks)
+        self._lora = LoraWorker(model, vllm_config.lora_config, self._ranks, self._memory)
 
     def init_transfer_engine(self, init_info: SyncCoreInitInfo) -> None:
         """Connect to the sender; the one before, if any, loses this engine.
@@ -119,7 +119,7 @@ class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo])
         if step.step == "check":
             self._connected().check(step.version)
         elif step.step != "updating":
-            self._lora.take(step, self._connected(adapter=True), self._memory)
+            self._lora.take(step, self._connected(adapter=True))
         elif not self._updating:
             raise SyncError("no weight update has begun")
 

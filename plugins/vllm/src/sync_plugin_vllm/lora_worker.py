@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sync_core import Layout, OptionError, SyncError
+from sync_core import Layout, OptionError, Receiver, SyncError
 from sync_core.errors import LayoutMismatchError
 from sync_plugin_vllm.adapter_files import AdapterFiles
 from sync_plugin_vllm.adapter_model import PREFIX, TENSOR, AdapterDescription, base_names
@@ -38,12 +38,14 @@ class LoraWorker:
         model: vLLM's model.
         lora_config: vLLM's configuration of LoRA; None for an engine without.
         ranks: the ranks of the engine.
+        memory: the state of the weights of the base model.
     """
 
-    def __init__(self, model: Any, lora_config: Any, ranks: Ranks) -> None:
+    def __init__(self, model: Any, lora_config: Any, ranks: Ranks, memory: WeightMemory) -> None:
         self._model = model
         self._lora_config = lora_config
         self._ranks = ranks
+        self._memory = memory
         self._files = AdapterFiles()
         #: By name, the number and the directory of each version that was loaded.
         self._loaded: dict[str, tuple[int, Path]] = {}
@@ -107,7 +109,7 @@ class LoraWorker:
                 "target_modules, or start the engine without a restriction of its own"
             )
 
-    def take(self, step: EngineStep, staging: Staging, memory: WeightMemory) -> None:
+    def take(self, step: EngineStep, staging: Staging) -> None:
         """Take a step.
 
         Raises:
@@ -118,9 +120,9 @@ class LoraWorker:
             staging.begin()
         elif step.step == "write":
             versions = staging.versions(step.version)
-            self._together(staging, lambda: self._write(step, staging, memory, versions))
+            self._together(receiver, lambda: self._write(step, receiver, versions))
         elif step.step == "confirm":
-            self._together(staging, lambda: self._find(staging))
+            self._together(receiver, lambda: self._find(receiver))
             self._commit()
             receiver.confirm()
         elif step.step == "drop":
@@ -155,29 +157,22 @@ class LoraWorker:
         self._is_written = True
         raise AdapterError(0, "vLLM has not loaded the adapter yet")
 
-    def _together(self, staging: Staging, take: Callable[[], None]) -> None:
+    def _together(self, receiver: Receiver, take: Callable[[], None]) -> None:
         """Take a step on all ranks; if one fails, all refuse the version."""
         error, problems = self._ranks.attempt(take)
         if problems:
             refusal = SyncError(f"the adapter is not loaded: {problems}")
-            staging.receiver.reject(error or refusal)
+            receiver.reject(error or refusal)
             self._drop()
             raise refusal from error
 
-    def _write(
-        self,
-        step: EngineStep,
-        staging: Staging,
-        memory: WeightMemory,
-        versions: list[int | None],
-    ) -> None:
-        worker_id = staging.receiver.worker_id
+    def _write(self, step: EngineStep, receiver: Receiver, versions: list[int | None]) -> None:
         self._drop()
-        if memory.asleep:
-            raise memory.error(worker_id)
-        if memory.discarded:
+        if self._memory.asleep:
+            raise self._memory.error(receiver.worker_id)
+        if self._memory.discarded:
             raise AdapterError(
-                worker_id,
+                receiver.worker_id,
                 "sleep(level=2) has discarded the engine's weights, which an adapter does not "
                 "bring; send the base model by another VllmTarget(…), without adapter=, and type "
                 "target.connect(sender) again",
@@ -195,12 +190,12 @@ class LoraWorker:
         self._step = step
         self._before = set(self._manager().list_adapters())
         try:
-            staging.receiver.load()
+            receiver.load()
         except AdapterError:
             if not self._is_written:
                 raise
 
-    def _find(self, staging: Staging) -> None:
+    def _find(self, receiver: Receiver) -> None:
         """Find the version in vLLM's manager."""
         step = self._step
         found = set(self._manager().list_adapters())
@@ -211,7 +206,7 @@ class LoraWorker:
             raise AdapterError(0, f"vLLM's LoRA manager has {sorted(found)}, and no {name}")
         # A server counts, so that an adapter which it has loaded again has a smaller number.
         self._found = max(new)
-        staging.receiver.load()
+        receiver.load()
 
     def _commit(self) -> None:
         """Note that requests may use the version that was found."""

@@ -39,7 +39,8 @@ class AdapterError(WorkerError):
 class Votes:
     """The votes about one version: no engine takes a step before all have taken the one before.
 
-    The steps are ``"staged"``, ``"paused"`` and ``"loaded"``. An engine that fails before all are
+    The steps are ``"staged"``, ``"paused"`` and ``"loaded"``. An adapter is loaded without a pause:
+    at the second step it is loaded, and no request uses it. An engine that fails before all are
     paused ends the votes, and none loads; one that fails later changes nothing for the others.
 
     Args:
