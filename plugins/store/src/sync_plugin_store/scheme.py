@@ -128,6 +128,14 @@ class StoreOptions:
         """Return the seconds between two looks into a place."""
         return self.poll or (_NEAR_POLL if objects.near else _FAR_POLL)
 
+    def writing(self, objects: Objects) -> dict[str, Any]:
+        """Return the options of writers of pieces into a place."""
+        return {
+            "piece_nbytes": round(self.piece_mb * (1 << 20)),
+            "streams": self.streams,
+            "chunks": self.chunks if self.chunks is not None else not objects.near,
+        }
+
     def record_options(self, objects: Objects) -> RecordOptions:
         """Return the options of the records of readers that answer."""
         lost_after = self.lost_after or (_NEAR_LOST_AFTER if objects.near else _FAR_LOST_AFTER)
@@ -255,11 +263,7 @@ def _sender_in(
     url: str, folder: OwnFolder | None, context: TransportContext, options: StoreOptions
 ) -> SenderTransport:
     url = url.replace("{run}", secrets.token_hex(8))
-    if url.startswith(("http://", "https://")):
-        raise OptionError(
-            f"url={url!r} can be read and not written; give the trainer the directory or the "
-            "bucket behind it"
-        )
+    _check_written(url)
     if options.anchor_every is not None and (context.worker_ids or options.answers):
         raise OptionError(
             "anchor_every= is for readers that the trainer does not know; for those that answer, "
@@ -274,10 +278,8 @@ def _sender_in(
         objects,
         key,
         keep=options.keep,
-        piece_nbytes=round(options.piece_mb * (1 << 20)),
         grace=options.grace,
-        streams=options.streams,
-        chunks=options.chunks if options.chunks is not None else not objects.near,
+        **options.writing(objects),
     )
     answers = options.answers or (url if context.worker_ids else "")
     endpoint = StoreEndpoint(urls=[url], key=key.public, run=publisher.run)
@@ -319,24 +321,18 @@ def _rank(context: TransportContext, holding: Holding, options: StoreOptions) ->
     assert options.key is not None
     key = SigningKey.of_file(Path(options.key))
     objects = open_objects(options.url, context.timeout)
-    chunks = options.chunks if options.chunks is not None else not objects.near
-    piece_nbytes = round(options.piece_mb * (1 << 20))
     waiting = {"timeout": context.timeout, "poll": options.poll_of(objects)}
     if holding.rank:
-        writer = PieceWriter(
-            objects, piece_nbytes=piece_nbytes, streams=options.streams, chunks=chunks
-        )
+        writer = PieceWriter(objects, **options.writing(objects))
         return LaterRank(objects, key, holding, writer, **waiting)
     publisher = Publisher(
         objects,
         key,
         keep=options.keep,
-        piece_nbytes=piece_nbytes,
         # What another rank writes now is younger.
         grace=max(options.grace, context.timeout),
-        streams=options.streams,
-        chunks=chunks,
         session=secrets.token_hex(16),
+        **options.writing(objects),
     )
     endpoint = StoreEndpoint(urls=[options.url], key=key.public, run=publisher.run)
 
@@ -353,6 +349,14 @@ def _rank(context: TransportContext, holding: Holding, options: StoreOptions) ->
         raise
 
 
+def _check_written(url: str) -> None:
+    if url.startswith(("http://", "https://")):
+        raise OptionError(
+            f"url={url!r} can be read and not written; give the trainer the directory or the "
+            "bucket behind it"
+        )
+
+
 def _check_rank(holding: Holding, options: StoreOptions) -> None:
     """Raise `OptionError` for options with which ranks cannot write one run."""
     example = "Sender(Sharded('store', rank, size), model, url='s3://bucket/run', key='FILE')"
@@ -361,11 +365,7 @@ def _check_rank(holding: Holding, options: StoreOptions) -> None:
             f"the ranks of a trainer write one run, so each needs the same url=, without {{run}}, "
             f"got {options.url!r}; type {example}"
         )
-    if options.url.startswith(("http://", "https://")):
-        raise OptionError(
-            f"url={options.url!r} can be read and not written; give the trainer the directory or "
-            "the bucket behind it"
-        )
+    _check_written(options.url)
     if options.key is None:
         raise OptionError(
             f"the ranks of a trainer sign one run, so each needs the same key; type {example}, "
