@@ -420,3 +420,25 @@ def test_ranks_may_hold_very_many_tensors(tmp_path: Path) -> None:
     held = [{f"{name}.{rank}": torch.ones(()) for name in names} for rank in range(2)]
     with senders_of(tmp_path, held) as senders:
         published(send_all(senders), 1)
+
+
+def test_the_next_version_is_published_after_the_answer_about_a_head_was_lost(
+    tmp_path: Path,
+) -> None:
+    """The other ranks have found it, and do not write again what rank 0 takes for lost."""
+    with trainer(tmp_path, keep=1) as ranks:
+        first = transport_of(ranks.senders[0])
+        swap = first._objects.swap
+
+        def lose(*arguments: Any) -> str:
+            swap(*arguments)
+            raise StoreError("the answer was lost")
+
+        for version in (1, 2):
+            first._objects.swap = lose
+            lost, second = ranks.send(1.0)
+            assert "the answer was lost" in str(lost)
+            del first._objects.swap
+            published([second], 2 * version - 1)
+            published(ranks.send(1.0), 2 * version)
+            check_read(ranks.senders[0].address(), 2 * version, 1)

@@ -164,6 +164,7 @@ class Publisher:
         Raises:
             StoreError: such a version is not kept any longer, or as `publish`.
         """
+        self._catch_up()
         for rank, version in after.items():
             if version not in self._head.versions:
                 raise StoreError(
@@ -307,8 +308,9 @@ class Publisher:
         Returns:
             The versions of the head that was replaced.
         """
+        self._catch_up()
         for _ in range(_ATTEMPTS):
-            before, interrupted = self._head, self._writing
+            before = self._head
             self._writing = replace(before, sequence=before.sequence + 1, **change(before))
             try:
                 self._tag = self._objects.swap(HEAD, self._writing.to_bytes(self._key), self._tag)
@@ -317,9 +319,7 @@ class Publisher:
                 standing = None if found is None else self._read_head(found)
                 if standing is None or found is None or standing.run != before.run:
                     break
-                # Ctrl-C may have come after our own head was written, and before this was known.
-                ours = beside or standing == interrupted
-                if standing.version != before.version and not ours:
+                if standing.version != before.version and not beside:
                     break
                 self._head, self._tag = standing, found.tag
                 continue
@@ -329,6 +329,15 @@ class Publisher:
             f"another trainer writes to the run in {self._objects.url}; end it, or give one of "
             "them another url"
         )
+
+    def _catch_up(self) -> None:
+        """Take note of a head that was written, where Ctrl-C or a lost answer hid that."""
+        with self._lock:
+            if self._writing == self._head:
+                return
+            found = self._objects.look(HEAD)
+            if found is not None and self._read_head(found) == self._writing:
+                self._head, self._tag = self._writing, found.tag
 
     def _read_head(self, found: Found) -> Head | None:
         try:
