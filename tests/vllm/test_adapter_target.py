@@ -210,7 +210,7 @@ def test_unloading_that_is_late_leaves_the_version(engines: list[AdapterEngine])
     with connected(target):
         engines[0].watch = lambda name: name == "use" and go_on.wait(30)
         with pytest.raises(SyncError, match="did not return before the deadline"):
-            target.send(timeout=0.5)
+            target.send(timeout=2)
         [status] = target.engines
         assert (status.state, status.version, status.adapter) == ("current", 1, "policy-v1")
         go_on.set()
