@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,8 @@ class AdapterDriver(Driver):
         self._client.add_adapter(name, number, new.directory, left(deadline))
         # Requests do not know the adapter yet, so it can still be unloaded.
         self._agree(votes, "paused")
-        step(left(deadline), step="confirm", version=version)
-        for delivery in deliveries:
-            delivery.wait(left(deadline))
+        confirm = partial(step, left(deadline), step="confirm", version=version)
+        self._load(confirm, deliveries, deadline)
 
     def _refuse(self, reason: Exception) -> None:
         if self._next is not None:

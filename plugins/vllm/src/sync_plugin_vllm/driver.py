@@ -25,8 +25,7 @@ State: TypeAlias = Literal["unconnected", "current", "behind", "bad", "lost"]
 #: estimate. An engine with whole weights must not stay paused.
 CONCLUDING = 5.0
 
-# How long the answer of a rank that has refused a version may take, once its refusal is known by
-# another way, in seconds; estimate.
+# How long the answer of a rank may take after its call has ended without one, in seconds; estimate.
 _ANSWERING = 1.0
 
 #: The names of adapters, which are parts of names in vLLM and of paths.
@@ -256,6 +255,23 @@ class Driver(ABC):
         """
         if not votes.pass_on(step, self.key):
             raise OthersFailedError(votes.reason)
+
+    def _load(
+        self, call: Callable[[], object], deliveries: Sequence[Delivery], deadline: float
+    ) -> None:
+        """Make the call in which ranks load a version, and wait for their answers to the sender.
+
+        These count where the answer to the call itself is lost.
+        """
+        try:
+            call()
+        except Exception:
+            until = min(deadline, time.monotonic() + _ANSWERING)
+            for delivery in deliveries:
+                if not delivery.wait(max(0.0, until - time.monotonic())) or delivery.error:
+                    raise
+        for delivery in deliveries:
+            delivery.wait(left(deadline))
 
     def _check_staged(self, deliveries: Sequence[Delivery], deadline: float) -> None:
         """Raise if a rank has refused a version, or with ``all_or_none`` has not staged it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from sync_core import Delivery
@@ -53,9 +54,7 @@ class WholeDriver(Driver):
         seconds = deadline - time.monotonic()
         seconds = max(CONCLUDING, seconds) if self._options.all_or_none else left(deadline)
         self.torn = True
-        client.update(version, seconds)
-        for delivery in deliveries:
-            delivery.wait(left(deadline))
+        self._load(partial(client.update, version, seconds), deliveries, deadline)
         client.finish(left(deadline))
         self._unfinished = False
 
