@@ -94,6 +94,7 @@ def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
         assert next(made)["action"].unique().tolist() == [moment]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", [False, True])
 def test_ctrl_c_at_any_moment_of_next_loses_no_batch(sync: bool) -> None:
     options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": sync}

@@ -29,7 +29,11 @@ from sync_core import (
 from sync_plugin_std.workers import ProcessGroup
 from sync_testing import descendants, eventually
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("leaves_no_process"),
+]
 
 
 class SlowToMake(Pid):

@@ -21,7 +21,11 @@ from sync_core import RemoteCallError, WorkerLostError
 from sync_plugin_std.workers import ProcessGroup
 from sync_testing import descendants
 
-pytestmark = [pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore:the policy has")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(110),
+    pytest.mark.filterwarnings("ignore:the policy has"),
+]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 TIMEOUT = 4.0

@@ -24,7 +24,7 @@ from sync_core import (
 from sync_testing import interrupted
 from sync_tools import StatusServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 # Interrupts of each scheme: spread over a send, and each of its last moments.
 _SPREAD, _LAST = 25, 12
 

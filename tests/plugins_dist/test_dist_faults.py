@@ -31,7 +31,7 @@ from sync_testing import count_threads, eventually
 from sync_testing.faults import few_descriptors
 from sync_testing.schemes import SchemeCases, SharedGroup, Start, Worker, Workers
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(60)]
 
 # Worker processes cannot import this file by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -18,7 +18,7 @@ from sync_plugin_dist.stream import Stream
 from sync_plugin_std.local import SharedMemory
 from sync_testing import count_threads, eventually
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(60)]
 
 # A lock is held while it forks, as any other thread may do.
 _FORK = """

@@ -18,7 +18,7 @@ from sync_plugin_std.local import Channel, shake_hands
 from sync_testing import eventually
 from sync_testing.fuzz import Mutator, besiege, find, hostile
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 VOCABULARY: list[dict[str, Any]] = [
     {"type": "hello", "worker": 0, "pid": 1, "nonce": "0" * 64},

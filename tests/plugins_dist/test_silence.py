@@ -19,7 +19,7 @@ from sync_core import Sender, SendError
 from sync_plugin_std.local import channel
 from sync_testing import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 WORKER = """
 import pickle, sys, time

@@ -38,7 +38,7 @@ from sync_plugin_ray.mailbox import MailboxOffer
 from sync_plugin_ray.pull import PullSender
 from sync_testing import eventually
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 # Actors cannot import this file by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -32,7 +32,7 @@ from sync_core import (
 from sync_plugin_ray.group import RayGroup
 from sync_testing.worker_groups import wait_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 # Actors cannot import this file by name; the other they can, with pytest, which takes seconds.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -23,7 +23,7 @@ from torchrl.testing.mocking_classes import ContinuousActionVecMockEnv
 
 from sync_plugin_torchrl import Scheme
 
-pytestmark = [pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(110), pytest.mark.filterwarnings("ignore")]
 
 # Worker processes cannot import this file by name.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -104,7 +104,6 @@ def test_updates_reach_every_worker(kind: Any, name: str) -> None:
         assert seen[-1] == [6.0]
 
 
-@pytest.mark.long
 def test_each_worker_with_the_policy_of_its_factory() -> None:
     collector = MultiSyncCollector(
         [ContinuousActionVecMockEnv] * 2,
@@ -123,7 +122,6 @@ def test_each_worker_with_the_policy_of_its_factory() -> None:
         assert in_workers(collector) == [5.0, 5.0]
 
 
-@pytest.mark.long
 def test_processes_of_a_distributed_collector() -> None:
     policy = make_policy(1.0)
     collector = DistributedCollector(
