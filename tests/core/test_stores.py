@@ -176,6 +176,19 @@ def test_a_store_that_fails_for_a_while(sender: Sender, memory: Memory) -> None:
         assert pending.wait().updated == (0,)
 
 
+def test_no_worker_gets_the_version_of_a_send_that_failed(sender: Sender, memory: Memory) -> None:
+    with join(sender, 0) as receiver:
+        memory.on_version = lambda: setattr(memory, "broken", OSError("the disk is full"))
+        with pytest.raises(SendError, match="the disk is full"):
+            sender.send(worker_ids=0)
+        memory.broken = memory.on_version = None
+        # Signs of life are written meanwhile.
+        assert receiver.receive(0.5) is None
+        pending = sender.send_async(worker_ids=0)
+        assert receiver.receive() == pending.version == 2
+        assert pending.wait().updated == (0,)
+
+
 def test_closing_while_a_version_is_put_there(sender: Sender, memory: Memory) -> None:
     transport: Any = sender._pipeline.transport
     memory.on_version = transport.close

@@ -273,6 +273,8 @@ class StoreSender(SenderTransport):
                 self._versions.delete_version(payload.version)
                 raise ClosedError("the sender is closed")
             self._written[payload.version] = payload.nbytes, digest
+            newest = self._newest
+            before = [(p, p.wanted, p.delivery) for p in self._places.values()]
             for worker_id, delivery in deliveries.items():
                 place = self._places.get(worker_id)
                 if place is None:
@@ -282,7 +284,14 @@ class StoreSender(SenderTransport):
                     place.wanted, place.delivery = payload.version, delivery
             if deliveries.keys() >= self._places.keys():
                 self._newest = payload.version
-            self._publish()
+            try:
+                self._publish()
+            except BaseException:
+                # Else the next sign of life would name the version of a send that has failed.
+                self._newest = newest
+                for place, wanted, waited in before:
+                    place.wanted, place.delivery = wanted, waited
+                raise
             self._remove_old()
             self._changed.notify()
         return deliveries
