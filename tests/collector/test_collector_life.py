@@ -30,7 +30,11 @@ from sync_core import (
 )
 from sync_testing import descendants, eventually, interrupted
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(60),
+    pytest.mark.usefixtures("leaves_no_process"),
+]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -94,7 +98,6 @@ def test_ctrl_c_at_any_moment_of_an_update(models: dict[str, Any]) -> None:
         assert next(made)["action"].unique().tolist() == [moment]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("sync", [False, True])
 def test_ctrl_c_at_any_moment_of_next_loses_no_batch(sync: bool) -> None:
     options: dict[str, Any] = {"workers": "thread", "num_workers": 2, "sync": sync}

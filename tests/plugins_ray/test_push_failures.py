@@ -36,7 +36,7 @@ from sync_core import (
 from sync_testing import eventually
 from sync_testing.schemes import Workers
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 
 # Actors cannot import this file by name.

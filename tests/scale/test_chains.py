@@ -11,6 +11,7 @@ from sync_plugin_scale import Chunked, Increments, Relay, TwoPhase
 from sync_testing import SchemeConformance
 
 
+@pytest.mark.long
 class TestIncrementsInChunks(SchemeConformance):
     scheme = "increments::chunked::shm"
 

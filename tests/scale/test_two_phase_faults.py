@@ -22,7 +22,7 @@ from sync_plugin_scale import AbortedError, TwoPhase
 from sync_plugin_scale.two_phase import receiver as staging
 from sync_testing.worker_groups import eventually
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(90)]
 
 
 def committed(line: Connection) -> int:
@@ -32,7 +32,7 @@ def committed(line: Connection) -> int:
     return int(said)
 
 
-SCHEMES = ["shm", pytest.param("dist", marks=pytest.mark.long)]
+SCHEMES = ["shm", "dist"]
 
 
 @contextmanager

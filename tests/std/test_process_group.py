@@ -212,6 +212,7 @@ def first_line(script: subprocess.Popen[str]) -> list[int]:
     return [int(word) for word in script.stdout.readline().split()]
 
 
+@pytest.mark.long
 class TestScripts:
     def test_without_main_guard_or_stop(self) -> None:
         # Nor do its workers load what it does without, and what is slow to load.
