@@ -386,9 +386,11 @@ class DeliveryCases(SchemeCases):
         )
         if not all(told):
             return
-        stepping = [workers.pool.submit(i, Worker.step_without_looking, 1.0) for i in (0, 1)]
+        for i in (0, 1):
+            workers.pool.call(i, Worker.begin_step)
         pending = workers.sender.send_async(make_policy(4))
-        ended(stepping, "a worker that receives after its steps")
+        stepping = [workers.pool.submit(i, Worker.end_step, self.slack) for i in (0, 1)]
+        ended(stepping, "a worker that receives after its steps", self.slack + 10.0)
         assert eventually(pending.done, self.slack), (
             "receive(0) must find what the callback of on_arrival() has left, later and in another "
             "thread"

@@ -41,7 +41,7 @@ class Worker:
         self.receiver: Receiver | None = None
         self._sending: list[tuple[Sender, PendingSend]] = []
         # Held while the model is in use; whether something has come that was not received.
-        self._in_use = threading.RLock()
+        self._in_use = threading.Lock()
         self._arrived = False
 
     def reset(self) -> int:
@@ -51,7 +51,7 @@ class Worker:
         for sender, _ in self._sending:
             sender.close()
         self.model, self.receiver, self._sending = make_policy(), None, []
-        self._arrived = False
+        self._in_use, self._arrived = threading.Lock(), False
         return os.getpid()
 
     def connect(self, address: Address, make: Callable[[], Any] | None = None) -> None:
@@ -105,10 +105,16 @@ class Worker:
         self._receive_arrived()
         return looks
 
-    def step_without_looking(self, seconds: float) -> None:
-        """Use the model, and receive what has arrived in the end."""
-        with self._in_use:
-            time.sleep(seconds)
+    def begin_step(self) -> None:
+        """Use the model from now on."""
+        self._in_use.acquire()
+
+    def end_step(self, seconds: float) -> None:
+        """Use the model until something has arrived, or for so many seconds, and receive it."""
+        deadline = time.perf_counter() + seconds
+        while not self._arrived and time.perf_counter() < deadline:
+            time.sleep(0.005)
+        self._in_use.release()
         self._receive_arrived()
 
     def _receive_arrived(self) -> None:
