@@ -1,7 +1,8 @@
-"""An S3 server on this machine, by moto."""
+"""An S3 server on this machine, by moto, and an end of what tests leave open."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -11,6 +12,14 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def ends_publishers() -> Iterator[None]:
+    """End the threads of publishers and readers that a test did not close, which end with these."""
+    yield
+    if any(thread.name.startswith("sync-store") for thread in threading.enumerate()):
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
