@@ -51,7 +51,9 @@ class Worker:
         for sender, _ in self._sending:
             sender.close()
         self.model, self.receiver, self._sending = make_policy(), None, []
-        self._in_use, self._arrived = threading.Lock(), False
+        self._arrived = False
+        if self._in_use.locked():  # a case has failed between two calls
+            self._in_use.release()
         return os.getpid()
 
     def connect(self, address: Address, make: Callable[[], Any] | None = None) -> None:
