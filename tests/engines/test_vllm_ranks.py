@@ -159,7 +159,7 @@ def test_two_ranks_have_one_version(llm: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def check_refusals(llm: Any) -> None:
-    """What all ranks refuse is answered by one, as vLLM takes other answers for later ones."""
+    """One rank answers for all that refuse, as vLLM takes further answers for later ones."""
     llm.shutdown_weight_transfer_engine()
     llm.start_weight_update()
     step = {"step": "stage", "version": 1}

@@ -180,7 +180,7 @@ def trainer(directory: Path, size: int = 2, **options: Any) -> Iterator[Trainer]
 
 
 def run_rank(directory: Path, rank: int, size: int, dies_at: str, timeout: float) -> None:
-    """Send two versions from a rank in a process, and write down what comes of it.
+    """Send two versions from a rank in a process, and write down the results.
 
     Args:
         directory: with the run.

@@ -164,7 +164,7 @@ def test_one_fails_at_a_step(engines: list[AdapterEngine], step: str, *, all_or_
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_answer_that_is_lost(engines: list[AdapterEngine], step: str) -> None:
-    """What the ranks have confirmed is current, whatever became of the call's own answer."""
+    """The adapter that the ranks have confirmed is current, whatever became of the answer."""
     target = VllmTarget(engines[0], adapter="policy", timeout=20)
     with connected(target):
         target.send()

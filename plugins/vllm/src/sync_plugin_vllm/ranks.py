@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def is_first_of_machine(self) -> bool:
-        """Whether this rank writes files for all ranks of its machine."""
+        """True if this rank writes files for all ranks of its machine."""
         return self.count == 1 or bool(get_world_group().local_rank == 0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -57,7 +57,7 @@ class Ranks:
         """Call a function on all ranks.
 
         Returns:
-            What it has raised in this rank, and in all ranks as text, which is empty for nothing.
+            The exception of this rank, or None, and those of all ranks as text; empty for none.
         """
         error: Exception | None = None
         try:
