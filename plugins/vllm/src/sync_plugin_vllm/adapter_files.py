@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -67,15 +67,15 @@ class AdapterFiles:
         _remove_stale(directory.parent)
         # Others look at a directory once it has its name, and is locked.
         made = Path(tempfile.mkdtemp(prefix=".adapter-", dir=directory.parent))
-        try:
+        with ExitStack() as undone:
+            undone.callback(shutil.rmtree, made, ignore_errors=True)
             lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            undone.callback(os.close, lock)
             os.write(lock, _boot())
             with suppress(OSError):  # a file system without locks: it is not removed by others
                 fcntl.flock(lock, fcntl.LOCK_EX)
             made.rename(directory)
-        except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
-            raise
+            undone.pop_all()
         self._locks[directory] = lock
         names = {n: n.replace(f".{description.adapter}.weight", ".weight") for n in tensors}
         save_file(
