@@ -442,3 +442,37 @@ def test_the_next_version_is_published_after_the_answer_about_a_head_was_lost(
             published([second], 2 * version - 1)
             published(ranks.send(1.0), 2 * version)
             check_read(ranks.senders[0].address(), 2 * version, 1)
+
+
+def test_a_version_given_up_after_it_was_published_is_published(tmp_path: Path) -> None:
+    """A rank that saw the head before, and the session after, looks at the head again."""
+    seen, given_up = threading.Event(), threading.Event()
+    with trainer(tmp_path) as ranks:
+        published(ranks.send(1.0), 1)
+        first, second = (transport_of(sender) for sender in ranks.senders)
+        swap, give_up, look = first._objects.swap, first._give_up, second._reader.look
+
+        def lose(*arguments: Any) -> str:
+            assert seen.wait(60.0)
+            swap(*arguments)
+            del first._objects.swap
+            raise StoreError("the answer was lost")
+
+        def give_up_and_say(*arguments: Any) -> None:
+            give_up(*arguments)
+            given_up.set()
+
+        def look_early() -> Any:
+            head = look()
+            if not seen.is_set() and parts(tmp_path):
+                seen.set()
+                assert given_up.wait(60.0)
+            return head
+
+        first._objects.swap, first._give_up = lose, give_up_and_say
+        second._reader.look = look_early
+        lost, after = ranks.send(2.0)
+        assert "the answer was lost" in str(lost)
+        published([after], 2)
+        assert seen.is_set()
+        check_read(ranks.senders[0].address(), 2, 2)

@@ -174,6 +174,10 @@ class LaterRank(Rank):
         if session is None:
             return None
         if session.given_up >= version and session.given_up != self._given_up:
+            head = self._reader.look()
+            if head is not None and head.version >= version:
+                # Published since the last look: rank 0 lost the answer about it, and gave it up.
+                return None
             raise StoreError(
                 f"version {version} was not published, as rank 0 has given it up: {session.reason}"
             )
