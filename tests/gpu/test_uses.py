@@ -1,4 +1,4 @@
-"""What trainers and workers do with models on a GPU: layers, captured graphs, shards, batches."""
+"""Layers, captured graphs, shards and batches of models on a GPU, in trainers and workers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def receive(sender: Sender, receiver: Receiver, worker_id: int = 0) -> None:
 
 
 def equal(left: nn.Module, right: nn.Module) -> bool:
-    """Whether two models hold the same values."""
+    """Return whether two models hold the same values."""
     pairs = zip(left.parameters(), right.parameters(), strict=True)
     return all(torch.equal(one.cpu(), other.cpu()) for one, other in pairs)
 
