@@ -16,6 +16,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import (
     DictInfoToList,
     NormalizeObservation,
+    NormalizeReward,
     RecordEpisodeStatistics,
 )
 from tensordict import TensorDictBase
@@ -24,6 +25,7 @@ from torch import nn
 
 from sync_collector.envs import ArrayEnv, CountingEnv, GymEnv
 from sync_collector.envs.adapt import as_env, stack_envs
+from sync_collector.envs.gym import EnvOptions
 from sync_collector.envs.vector import VectorGymEnv
 from sync_collector.testing import values
 
@@ -140,6 +142,18 @@ def test_vector_environments_whose_infos_are_lists(mode: AutoresetMode, kind: ty
     batch = collect(as_env(made), Left() if kind is Count else None, 12)
     assert values(batch, key) == [[0, 1, 0, 1], [0, 1, 2, 0], [0, 1, 2, 3]]
     assert values(batch, "next", key) == [[1, 2, 1, 2], [1, 2, 3, 1], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_a_reset_of_a_part_leaves_the_sums_of_wrappers(mode: AutoresetMode) -> None:
+    rewards = NormalizeReward(SyncVectorEnv(three(), autoreset_mode=mode), gamma=0.5)
+    env: Any = as_env(RecordEpisodeStatistics(rewards), EnvOptions(info_keys=[("episode", "l")]))
+    following = collect(env, lambda observation: torch.ones(3, dtype=torch.int64), 3 * 12)["next"]
+    ended, lengths = following["done"].squeeze(-1), following["episode", "l"]
+    assert lengths[0, ended[0]].tolist() == [2.0] * 6
+    assert lengths[1, ended[1]].tolist() == [3.0] * 4
+    # The return of the third environment, whose episode has not ended, before rewards are divided.
+    assert rewards.accumulated_reward[2] == 2 - 0.5**11
 
 
 def test_a_vector_environment_that_cannot_reset_a_part() -> None:

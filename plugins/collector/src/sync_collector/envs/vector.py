@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
-from gymnasium.wrappers.vector import NormalizeObservation
+from gymnasium.wrappers.vector import (
+    NormalizeObservation,
+    NormalizeReward,
+    RecordEpisodeStatistics,
+)
 
 from sync_collector.envs.arrays import REAL, ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
 from sync_collector.envs.gym import (
@@ -134,7 +139,8 @@ class VectorGymEnv(ArrayEnv):
                 "max_frames_per_traj, or make it with autoreset_mode="
                 "gymnasium.vector.AutoresetMode.DISABLED"
             )
-        made = self._observed(*self._env.reset(options={"reset_mask": left}))
+        with _others_kept(self._env, left):
+            made = self._observed(*self._env.reset(options={"reset_mask": left}))
         return {
             key: _where(self._is_fresh, self._fresh.get(key, row), row) for key, row in made.items()
         }
@@ -314,11 +320,36 @@ def _is_batch(values: Any) -> bool:
 
 def _normalizes_all(env: Any) -> bool:
     """Return whether one of the wrappers is Gymnasium's that refuses to reset a part."""
+    return any(isinstance(wrapper, NormalizeObservation) for wrapper in _wrappers(env))
+
+
+def _wrappers(env: Any) -> Iterator[Any]:
     while isinstance(env, VectorWrapper):
-        if isinstance(env, NormalizeObservation):
-            return True
+        yield env
         env = env.env
-    return False
+
+
+@contextmanager
+def _others_kept(env: Any, mask: np.ndarray[Any, Any]) -> Iterator[None]:
+    """For ``with``: a reset of a part leaves the sums of the other environments as they are.
+
+    Those are of Gymnasium's wrappers, which begin them all again: the environment inside has taken
+    the mask out of the options by then, or they do not ask for it.
+
+    Args:
+        env: the vector environment with its wrappers.
+        mask: the environments that are reset.
+    """
+    kept = [
+        (wrapper, name, values.copy())
+        for wrapper in _wrappers(env)
+        if isinstance(wrapper, NormalizeReward | RecordEpisodeStatistics)
+        for name, values in vars(wrapper).items()
+        if isinstance(values, np.ndarray) and values.shape == mask.shape
+    ]
+    yield
+    for wrapper, name, values in kept:
+        setattr(wrapper, name, np.where(mask, getattr(wrapper, name), values))
 
 
 def _part(batch: Any, i: Any) -> Any:
