@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers.vector import DictInfoToList
+from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
+from tests.collector.gym_envs import Count
 
 from sync_collector import Collector
 from sync_collector.envs import ArraySpec, CountingEnv, GymEnv
@@ -107,6 +108,24 @@ def test_statistics_of_gymnasiums_wrapper() -> None:
     with Collector(make, scheme="none", frames_per_batch=12) as collector:
         batch = next(collector)
     assert batch["next", "totals", "r"][batch["next", "done"].squeeze(-1)].tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_statistics_of_gymnasiums_wrapper_of_vectors(mode: AutoresetMode, *, as_list: bool) -> None:
+    def make() -> Any:
+        made = SyncVectorEnv([lambda: Count(2), lambda: Count(3)], autoreset_mode=mode)
+        recorded = RecordEpisodeStatistics(made, stats_key="totals")
+        return DictInfoToList(recorded) if as_list else recorded
+
+    keys = [("totals", "l")]
+    with Collector(make, scheme="none", frames_per_batch=12, info_keys=keys) as collector:
+        batch = next(collector)
+    expected = [[np.nan, 2.0] * 3, [np.nan, np.nan, 3.0] * 2]
+    np.testing.assert_array_equal(batch["next", "totals", "l"], expected)
+    # A frame that an episode begins with has none of the one before it.
+    begins = batch["observation"].squeeze(-1) == 0
+    assert batch["totals", "l"][begins].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -119,15 +119,17 @@ def _unfit(key: Any, spec: ArraySpec, value: Any) -> TypeError:
 def _column(
     key: Any, spec: ArraySpec, infos: Mapping[str, Any], number: int
 ) -> np.ndarray[Any, Any]:
-    *outer, name = _path(key)
+    values: Any = infos
+    given = np.ones(number, np.bool_)
     column = np.stack([_missing(spec)] * number)
-    for each in outer:
-        infos = infos.get(each, {})
-    if name in infos:
+    for name in _path(key):
+        if not isinstance(values, Mapping) or name not in values:
+            return column
         # An entry that only some environments gave has a mask beside it.
-        mask = infos.get(f"_{name}", np.ones(number, np.bool_))
-        for i in np.flatnonzero(mask):
-            column[i] = _checked(key, spec, infos[name][i])
+        given = given & np.asarray(values.get(f"_{name}", True), np.bool_)
+        values = values[name]
+    for i in np.flatnonzero(given):
+        column[i] = _checked(key, spec, values[i])
     return column
 
 

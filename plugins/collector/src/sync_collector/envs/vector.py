@@ -118,6 +118,11 @@ class VectorGymEnv(ArrayEnv):
         self._infos = InfoReader(keys, list(self._codec.specs)) if keys else None
         extra = {} if self._infos is None else self._infos.specs
         self.array_specs = {**self._codec.specs, **extra}
+        added = _added_at_ends(env)
+        # The entries that are of the episode that has ended, where the next one has begun too.
+        self._of_ends = {
+            key for key in extra if (key[0] if isinstance(key, tuple) else key) in added
+        }
         if options.action_mask is not None:
             check_maskable(env.single_action_space)
         # The allowed actions of each environment, where they are masked.
@@ -159,7 +164,7 @@ class VectorGymEnv(ArrayEnv):
         if self._mode is AutoresetMode.SAME_STEP:
             self._is_fresh = terminated | truncated
             if self._is_fresh.any():
-                self._fresh = outcome
+                self._fresh = self._begun(outcome)
                 outcome = self._with_last(outcome, infos)
             self._keep(self._fresh if self._is_fresh.any() else outcome)
         return outcome, reward, terminated, truncated
@@ -245,6 +250,13 @@ class VectorGymEnv(ArrayEnv):
         if not self._gives_last:
             self._before = {key: np.array(row) for key, row in seen.items()}
 
+    def _begun(self, outcome: Arrays) -> Arrays:
+        """Return the observations that episodes begin with."""
+        if self._infos is None:
+            return outcome
+        lacking = self._infos.read_batch({}, self._env.num_envs)
+        return {**outcome, **{key: lacking[key] for key in self._of_ends}}
+
     def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
         """Return the observations, with the last ones of episodes that ended."""
         merged = {key: np.array(row) for key, row in outcome.items()}
@@ -254,8 +266,8 @@ class VectorGymEnv(ArrayEnv):
                 self._put_last(merged, i, _last_of(infos[i]))
                 if self._infos is not None:
                     final_info = self._infos.read(infos[i].get("final_info", {}))
-                    for key, value in final_info.items():
-                        merged[key][i] = value
+                    for key in final_info.keys() - self._of_ends:
+                        merged[key][i] = final_info[key]
             return merged
         last = _last_of(infos)
         if last is None or _is_batch(last):
@@ -265,8 +277,8 @@ class VectorGymEnv(ArrayEnv):
                 self._put_last(merged, i, _part(last, i))
         if self._infos is not None:
             final = self._infos.read_batch(infos.get("final_info", {}), self._env.num_envs)
-            for key, values in final.items():
-                merged[key][self._is_fresh] = values[self._is_fresh]
+            for key in final.keys() - self._of_ends:
+                merged[key][self._is_fresh] = final[key][self._is_fresh]
         return merged
 
     def _put_all_last(self, rows: dict[Any, Any], last: Any) -> None:
@@ -327,6 +339,12 @@ def _wrappers(env: Any) -> Iterator[Any]:
     while isinstance(env, VectorWrapper):
         yield env
         env = env.env
+
+
+def _added_at_ends(env: Any) -> set[str]:
+    """Return the names of entries that Gymnasium's wrappers add to the infos of ended episodes."""
+    recorders = (each for each in _wrappers(env) if isinstance(each, RecordEpisodeStatistics))
+    return {getattr(each, "_stats_key", "episode") for each in recorders}
 
 
 @contextmanager
