@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.wrappers.vector import DictInfoToList
 from torch import Tensor
 
 from sync_collector import Collector
@@ -21,9 +22,10 @@ collect = partial(Collector, scheme="none", frames_per_batch=12)
 
 
 class Doors(gymnasium.Env[Any, Any]):
-    """Ends after five steps; in step i, only the actions i % n and the last one are allowed."""
+    """Ends after some steps; in step i, only the actions i % n and the last one are allowed."""
 
-    def __init__(self, space: Any = None, *, in_info: bool = False) -> None:
+    def __init__(self, space: Any = None, *, in_info: bool = False, length: int = 5) -> None:
+        self._length = length
         self.action_space = spaces.Discrete(4, start=3) if space is None else space
         self.observation_space: Any = spaces.Box(0, 9, (1,), np.float32)
         self._in_info = in_info
@@ -48,7 +50,7 @@ class Doors(gymnasium.Env[Any, Any]):
         self.taken = action
         self._count += 1
         observation, info = self._observed()
-        return observation, float(np.sum(action)), self._count == 5, False, info
+        return observation, float(np.sum(action)), self._count == self._length, False, info
 
 
 def _vector(number: int, **options: Any) -> Any:
@@ -133,6 +135,18 @@ def test_options_of_any_environment(make: Any, categorical: Any) -> None:
     allowed = (actions == batch["number"] % 4) | (actions == 3)
     assert allowed.all()
     assert actions.unique().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("in_info", [False, True])
+def test_masks_of_environments_whose_infos_are_lists(*, in_info: bool) -> None:
+    def make() -> Any:
+        envs = [partial(Doors, in_info=in_info, length=length) for length in (2, 5)]
+        return DictInfoToList(gymnasium.vector.SyncVectorEnv(envs))
+
+    options: dict[str, Any] = {"info_keys": {"number": "int64"}, "frames_per_batch": 80}
+    with collect(make, action_mask="mask", categorical=True, **options) as made:
+        batch = next(made)
+    assert ((batch["action"] == batch["number"] % 4) | (batch["action"] == 3)).all()
 
 
 def test_a_mask_that_a_state_was_saved_with() -> None:

@@ -206,8 +206,17 @@ class VectorGymEnv(ArrayEnv):
         return {**encoded, **self._infos.read_batch(infos, self._env.num_envs)}
 
     def _masks_of(self, key: str, observation: Any, infos: Any) -> np.ndarray[Any, Any]:
+        if isinstance(observation, Mapping) and key in observation:
+            return mask_of(key, observation, infos)
         if isinstance(infos, list):
-            return np.stack([mask_of(key, None, info) for info in infos])
+            # Where a part was reset, the others gave none now.
+            before: Any = [None] * len(infos) if self._masks is None else self._masks
+            return np.stack(
+                [
+                    mask_of(key, None, info) if mask is None or key in info else mask
+                    for mask, info in zip(before, infos, strict=True)
+                ]
+            )
         masks = mask_of(key, observation, infos)
         # Infos of a vector environment tell which environments gave one.
         given = infos.get(f"_{key}")
