@@ -26,7 +26,7 @@ from sync_core import (
 )
 from sync_core.wrapping import WrappingReceiver, WrappingScheme
 from sync_plugin_scale import Chunked
-from sync_plugin_std import Stream
+from sync_plugin_std import Float8Blocks, Split, Stream, Unstack
 
 NAMES = [f"layer{i}" for i in range(6)]
 SHAPE = (64, 64)
@@ -260,6 +260,44 @@ def test_a_layer_gets_the_tensors_of_a_stream() -> None:
         sender.send()
         assert holds(worker.model, 1)
     worker.join()
+
+
+CUT: dict[str, tuple[Tensor, list[Any]]] = {
+    "split": (torch.arange(32.0).view(8, 4), [Split({"qkv": {"q": 4, "k": 2, "v": 2}})]),
+    "unstack": (torch.arange(24.0).view(2, 4, 3), [Unstack({"qkv.weight": "#.weight"})]),
+    "cut twice": (
+        torch.arange(32.0).view(2, 4, 4),
+        [Unstack({"qkv.weight": "qkv.#"}), Split({"qkv": {"k": 2, "v": 2}})],
+    ),
+    "cut and quantise": (
+        torch.arange(32.0).view(8, 4),
+        [Split({"qkv": {"q": 4, "k": 2, "v": 2}}), Float8Blocks("q.weight")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("whole", "layers"), CUT.values(), ids=list(CUT))
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "given later"])
+def test_parts_of_what_had_no_values_at_first_are_not_tied(
+    whole: Tensor, layers: list[Any], streamed: bool
+) -> None:
+    kinds = [("qkv.weight", whole.dtype, whole.shape)]
+    first = Stream(kinds, lambda: [whole])
+    given = {"qkv.weight": torch.zeros(()).expand(whole.shape)}
+    loaded: dict[str, Tensor] = {}
+    with Sender("thread", first if streamed else given, num_workers=1, layers=layers) as sender:
+        assert sender.address(0).layout.aliases == ()
+
+        def load(tensors: Any) -> None:
+            loaded.update({name: tensor.clone() for name, tensor in tensors})
+
+        receiver = Receiver(sender.address(0), load=load)
+        pending = sender.send_async(None if streamed else {"qkv.weight": whole})
+        assert receiver.receive(timeout=30) == 1
+        assert pending.wait().updated == (0,)
+    exact = [tensor for tensor in loaded.values() if tensor.dtype == torch.float32]
+    values = torch.cat([tensor.flatten() for tensor in exact])
+    assert len(values.unique()) == len(values)
 
 
 def test_a_sender_without_workers_reads_the_stream_too() -> None:

@@ -385,10 +385,16 @@ def place_of(tensor: Tensor) -> object:
         >>> place_of(weight) == place_of(weight.detach()), place_of(weight) == place_of(weight.t())
         (True, False)
     """
-    if tensor.numel() == 0:
+    stride = tensor.stride()
+    # Rows of an expanded tensor, such as a stand-in for weights to come, begin at one address.
+    if tensor.numel() == 0 or (0 in stride and _is_expanded(tensor)):
         return id(tensor)
     signs = tensor.is_conj(), tensor.is_neg()
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), signs
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, stride, signs
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check_tensor(name: object, tensor: object) -> None:
