@@ -115,6 +115,33 @@ def test_a_request_without_end_is_not_read_to_its_end(address: str) -> None:
     assert fetch(address)["version"] == 0
 
 
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:99999/x", "http://127.0.0.1:x/", "http://[::1"]
+)
+def test_an_address_that_is_none(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", address]) == 1
+    assert "is not a status address; it looks like http://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer", ["404 Not Found\r\n\r\n{}", "200 OK\r\n\r\n[1]", "200 OK\r\n\r\n{}"]
+)
+def test_another_server_at_the_address(answer: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(f"HTTP/1.0 {answer}".encode())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(StatusError, match="is not a StatusServer; give the address"):
+            fetch(f"http://127.0.0.1:{server.getsockname()[1]}/docs")
+        thread.join()
+
+
 def test_a_reader_that_sends_nothing_holds_up_no_other(address: str) -> None:
     parts = urlsplit(address)
     with socket.create_connection((parts.hostname, parts.port)):

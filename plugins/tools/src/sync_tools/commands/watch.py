@@ -61,14 +61,18 @@ def fetch(address: str) -> dict[str, Any]:
     Raises:
         StatusError: it does not answer, or refuses the token.
     """
-    parts = urlsplit(address)
-    if parts.scheme != "http" or not parts.hostname or not parts.port:
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError:  # a port that is not a number, or brackets around no IPv6 address
+        host = port = None
+    if not host or not port or parts.scheme != "http":
         raise StatusError(
             f"{address!r} is not a status address; it looks like http://127.0.0.1:40000/TOKEN, and "
             "print(StatusServer(sender).address) prints it; type: from sync_tools import "
             "StatusServer"
         )
-    connection = HTTPConnection(parts.hostname, parts.port, timeout=_DEADLINE)
+    connection = HTTPConnection(host, port, timeout=_DEADLINE)
     try:
         connection.request("GET", parts.path)
         response = connection.getresponse()
@@ -77,10 +81,15 @@ def fetch(address: str) -> dict[str, Any]:
         raise StatusError(f"no sender answers at {parts.netloc}: {error}") from error
     finally:
         connection.close()
+    kind = "workers" if response.status == 200 else "error"
+    if not isinstance(content, dict) or kind not in content:
+        raise StatusError(
+            f"what answers at {parts.netloc} is not a StatusServer; give the address that "
+            "print(StatusServer(sender).address) prints"
+        )
     if response.status != 200:
         raise StatusError(f"the sender at {parts.netloc} refuses: {content['error']}")
-    status: dict[str, Any] = content
-    return status
+    return content
 
 
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
