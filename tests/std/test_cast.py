@@ -201,23 +201,25 @@ def test_what_a_selection_leaves_out_is_proved_in_the_dtype_of_the_worker(
 
 
 @pytest.mark.parametrize(
-    ("layers", "sent", "held"),
+    ("layers", "sent", "held", "share"),
     [
-        (["bf16"], torch.float64, torch.float32),  # a vector, cast by the worker
-        (["bf16"], torch.float32, torch.float16),
-        ([bf16("*")], torch.float64, torch.float32),  # cast by the layer
-        ([fp16("*")], torch.float32, torch.float32),
+        (["bf16"], torch.float64, torch.float32, 0.25),  # a vector, cast by the worker
+        (["bf16"], torch.float32, torch.float16, 0.25),
+        (["bf16"], torch.float32, torch.bfloat16, 1),  # as a mask of torch.finfo(…).min has it
+        ([bf16("*")], torch.float64, torch.float32, 0.25),  # cast by the layer
+        ([bf16("*")], torch.float32, torch.float32, 1),
+        ([fp16("*")], torch.float32, torch.float32, 0.25),
     ],
 )
 def test_a_value_beyond_the_range_of_a_dtype_is_an_error(
-    layers: Any, sent: torch.dtype, held: torch.dtype
+    layers: Any, sent: torch.dtype, held: torch.dtype, share: float
 ) -> None:
     source = {"vector": torch.tensor([1.0, -torch.inf, torch.nan], dtype=sent)}
     target = {"vector": torch.zeros(3, dtype=held)}
     with Sender("thread", source, num_workers=1, layers=layers) as sender:
         receiver = Receiver(sender.address(0), target)
         push(sender, receiver)
-        source["vector"][0] = torch.finfo(sent).max / 4
+        source["vector"][0] = torch.finfo(sent).max * share
         expected = r"'vector' has the value [0-9.e+]+, and b?float\d\d, .* ends at"
         with pytest.raises(ModelError, match=expected):
             push(sender, receiver)

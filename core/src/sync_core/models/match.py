@@ -215,11 +215,11 @@ def conform(
 
 
 def narrows(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Return whether a floating-point dtype has fewer exponents than another, of 16 bits or more.
+    """Return whether a floating-point dtype ends before another, of 16 bits or more.
 
-    bfloat16 has those of float32.
+    bfloat16 has the exponents of float32, and rounds the highest 0.2 % of its range to infinity.
     """
-    return wide.itemsize > 1 and torch.finfo(narrow).max < torch.finfo(wide).max / 2
+    return wide.itemsize > 1 and torch.finfo(narrow).max < torch.finfo(wide).max
 
 
 def cast_within(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
