@@ -147,6 +147,7 @@ class _Passing:
         self._worker_ids = worker_ids
         self._closed = False
         self._version: ChunkedVersion | None = None
+        self._answering: _Answering | None = None
 
     def run(self) -> None:
         """Pass chunks on until the sender is gone or the relay is closed."""
@@ -178,13 +179,18 @@ class _Passing:
         version = self._upstream.keep(chunk)
         if version is self._version:
             self._downstream.more(version, chunk.index + 1)
-            return
-        self._version = version
-        _Answering(self._upstream, self._downstream.begin(version, self._worker_ids))
+        else:
+            self._version = version
+            deliveries = self._downstream.begin(version, self._worker_ids)
+            self._answering = _Answering(self._upstream, deliveries)
+        if version.available == version.count and self._answering is not None:
+            self._answering.has_come()
 
 
 class _Answering:
-    """Answers for a version once all of the relay's workers have.
+    """Answers for a version once it has come, and all of the relay's workers have answered.
+
+    Workers that are gone have before; the sender expects the answer after the last chunk.
 
     Args:
         upstream: where the answer goes.
@@ -195,12 +201,19 @@ class _Answering:
         self._upstream = upstream
         self._deliveries = deliveries
         self._answered = threading.Lock()
+        self._has_come = False
         for delivery in deliveries.values():
             delivery.watch(self._look)
 
+    def has_come(self) -> None:
+        """Answer from now on: the version's last chunk is here."""
+        self._has_come = True
+        for delivery in self._deliveries.values():
+            self._look(delivery, delivery.error)
+
     def _look(self, delivery: Delivery, error: WorkerError | None) -> None:
         del error
-        if not all(each.ended for each in self._deliveries.values()):
+        if not self._has_come or not all(each.ended for each in self._deliveries.values()):
             return
         if not self._answered.acquire(blocking=False):
             return
