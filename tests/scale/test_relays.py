@@ -139,13 +139,15 @@ def test_a_worker_of_a_relay_that_refuses_is_named() -> None:
 
 def test_a_relay_without_workers_says_so_once_it_has_the_version() -> None:
     policy = weights(8_000)
-    with Sender(Chunked("thread", mb=0.002), policy, num_workers=1, timeout=40.0) as sender:
-        with Relay(sender.address(0), num_workers=1) as relay:
-            Receiver(relay.address(0), policy).close()
-            start = time.monotonic()
-            with pytest.raises(SendError, match="of a relay's workers, worker 0: closed its"):
-                sender.send()
-            assert time.monotonic() - start < 30
+    with (
+        Sender(Chunked("thread", mb=0.002), policy, num_workers=1, timeout=40.0) as sender,
+        Relay(sender.address(0), num_workers=1) as relay,
+    ):
+        Receiver(relay.address(0), policy).close()
+        start = time.monotonic()
+        with pytest.raises(SendError, match="of a relay's workers, worker 0: closed its"):
+            sender.send()
+        assert time.monotonic() - start < 30
 
 
 def _raise(version: int) -> None:
