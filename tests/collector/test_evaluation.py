@@ -44,6 +44,22 @@ def make(policy: Any = None, **options: Any) -> Collector:
     return Collector(lambda: Paid(4), policy, timeout=20.0, **given)
 
 
+def test_episodes_are_new_ones_without_a_seed_and_the_same_with_one() -> None:
+    with make(Policy(), scheme="none") as collector:
+        results = [collector.evaluate(2, deterministic=False).rewards for _ in range(3)]
+        assert len(set(results)) == 3
+        results = []
+        for _ in range(2):
+            results.append(collector.evaluate(2, deterministic=False, seed=3).rewards)
+            # What the trainer draws changes nothing, nor does another evaluation.
+            torch.rand(1)
+            collector.evaluate(2, deterministic=False)
+        assert results[0] == results[1]
+        state = torch.get_rng_state()
+        collector.evaluate(2, deterministic=False)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("scheme", ["none", "thread", "shm"])
 def test_the_trainers_policy_as_it_is_now(scheme: str) -> None:
     policy = Policy(1.0)

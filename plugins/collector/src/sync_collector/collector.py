@@ -348,7 +348,8 @@ class Collector(TorchRLNames):
                 follow it; others can read ``tensordict.nn.probabilistic.interaction_type()``.
             weights: a module, a TensorDict or a state_dict to act with; None for the trainer's own
                 policy, or for what the workers have where ``policy_factory`` makes theirs.
-            seed: of the environment, for the same episodes each time; None for new ones.
+            seed: of the environment and of what the policy draws, for the same episodes each time;
+                None for new ones.
             timeout: seconds for all of them; None for the collector's.
 
         Raises:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sync_collector.collector_worker import CollectorWorker, WorkerSpecs
 from sync_collector.episodes import totals_of
 from sync_collector.model_weights import ModelWeights
-from sync_collector.rollout import BatchRequest, random_state, set_random_state
+from sync_collector.rollout import BatchRequest, random_state, seed_process, set_random_state
 from sync_collector.schemes import POLICY
 from sync_core.checks import check_count, check_integer, check_seconds
 from sync_core.models import named_tensors
@@ -80,6 +80,8 @@ class Evaluator:
         self._read_model = read_model
         self._worker: CollectorWorker | None = None
         self._deterministic = True
+        # Where the next evaluation continues, which would else draw what the last one has drawn.
+        self._random: dict[str, Any] | None = None
 
     @property
     def needs_rest(self) -> bool:
@@ -98,7 +100,7 @@ class Evaluator:
         episodes, timeout = check_count(episodes, "episodes"), check_seconds(timeout)
         if seed is not None:
             seed = check_integer(seed, "seed", "give one such as 0")
-        with _random_state_kept():
+        with self._own_random_state(seed):
             worker = self._made(deterministic)
             version = self._weights.version
             worker.begin_with(self._current(given), version)
@@ -113,6 +115,25 @@ class Evaluator:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+
+    @contextmanager
+    def _own_random_state(self, seed: int | None) -> Iterator[None]:
+        """For ``with``: draw from other random numbers than this process, whose state stays.
+
+        Args:
+            seed: begins them again; None to continue.
+        """
+        state = random_state()
+        try:
+            if seed is not None:
+                seed_process(seed)
+            elif self._random is not None:
+                set_random_state(self._random)
+            yield
+        finally:
+            if seed is None:
+                self._random = random_state()
+            set_random_state(state)
 
     def _made(self, deterministic: bool) -> CollectorWorker:
         if self._worker is not None and self._deterministic == deterministic:
@@ -148,16 +169,6 @@ class Evaluator:
         elif POLICY not in own and self._specs.policy is None and self._specs.policy_fns[0]:
             current[POLICY] = self._read_model(POLICY)
         return current
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """For ``with``: leave the random state of this process as it is."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)
 
 
 def _run(
