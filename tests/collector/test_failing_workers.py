@@ -178,3 +178,20 @@ def test_a_policy_that_does_not_fit_is_not_replaced() -> None:
         pytest.raises(PolicyError, match="the policy returned a NoneType"),
     ):
         next(made)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_worker_in_quarantine_is_waited_for_where_the_others_were_removed(
+    tmp_path: Path, *, sync: bool
+) -> None:
+    make = [lambda: Flaky(tmp_path / "flag", "raise"), lambda: CountingEnv(100_000)]
+    options: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 2, "timeout": 60.0}
+    with Collector(make, on_worker_failure="quarantine", sync=sync, **options) as made:
+        while not (tmp_path / "flag").exists():
+            next(made)
+        # Of the worker that is left, alone.
+        assert int(next(made)["collector", "traj_ids"].min()) >> 32 == 1
+        made.remove_workers(1)
+        begin = time.monotonic()
+        assert int(next(made)["collector", "traj_ids"].max()) == 0
+        assert time.monotonic() - begin < 30

@@ -322,6 +322,10 @@ class WorkerPool:
         worker = self.workers[worker_id]
         with self.lock:
             worker.is_removed, worker.has_joined = True, False
+            if all(one.is_quarantined for one in self.joined):
+                # Nothing else is left to wait for.
+                for one in self.joined:
+                    one.retry_at, one.asked_at = 0.0, time.monotonic()
             for callback in self.on_leave:
                 callback(worker_id)
         self._group.remove(worker_id)
