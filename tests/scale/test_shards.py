@@ -381,6 +381,32 @@ def test_a_rank_that_is_behind_is_named_and_nothing_is_written() -> None:
             assert torch.equal(model["w"], whole["w"])
 
 
+def test_a_send_that_one_rank_cannot_begin_is_not_joined_with_its_next() -> None:
+    """Ranks count versions alone: the next one of that rank would have the same number."""
+    whole = weights(weight=(4, 2))
+    with trainer(whole, 2, layers=["fp16"], timeout=30.0) as (first, second):
+        model = {"weight": torch.zeros(4, 2)}
+        with Receiver(address_of([first, second]), model) as receiver:
+            pending = [sender.send_async() for sender in (first, second)]
+            assert receiver.receive() == 1
+            assert [each.wait().updated for each in pending] == [(0,), (0,)]
+            before = model["weight"].clone()
+            first.model["weight"][0] = 1e30
+            with pytest.raises(ModelError, match="to which it is cast"):
+                first.send_async()
+            half = second.send_async()
+            first.model["weight"].fill_(3.0)
+            later = first.send_async()
+            assert receiver.receive(0.5) is None
+            assert torch.equal(model["weight"], before)
+            half.abandon()
+            second.model["weight"].fill_(3.0)
+            whole_again = second.send_async()
+            assert receiver.receive() == 3
+            assert [later.wait().updated, whole_again.wait().updated] == [(0,), (0,)]
+            assert model["weight"].unique().tolist() == [3.0]
+
+
 def test_another_worker_in_the_same_place_may_want_other_regions() -> None:
     whole = weights(w=(4, 2))
     with trainer(whole, 2, timeout=5.0) as senders:

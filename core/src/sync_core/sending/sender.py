@@ -156,6 +156,8 @@ class Sender(Updater):
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._repeats = Repeats()
         self._version = check_count(version, "version", least=0)
+        # The number of a send that this rank of a trainer has failed to begin.
+        self._failed = 0
         # Reentrant, as a layer may add a worker.
         self._starting = threading.RLock()
         self._pending: PendingSend | None = None
@@ -472,6 +474,7 @@ class Sender(Updater):
             self._check_ready()
             if counted:
                 self._repeats.keep_quiet()
+            number = self._next_version(version)
             self._begins = True
             try:
                 pending, to_all = self._begin(
@@ -480,7 +483,7 @@ class Sender(Updater):
                     seconds,
                     started,
                     counted=counted,
-                    version=version,
+                    version=number,
                     extras=extras,
                 )
                 begun.append(pending)
@@ -488,6 +491,11 @@ class Sender(Updater):
                 if to_all is not None:
                     # While the workers commit it.
                     pending.unchanged = self._repeats.look(to_all)
+            except BaseException:
+                if "joined" in self.capabilities:
+                    # Other ranks of the trainer count alone, and may have sent it.
+                    self._failed = number
+                raise
             finally:
                 self._begins = False
             if self._closed:
@@ -505,14 +513,13 @@ class Sender(Updater):
         started: float,
         *,
         counted: bool,
-        version: int | None,
+        version: int,
         extras: Mapping[str, Tensor] | None,
     ) -> tuple[PendingSend, Payload | None]:
         """Start a send; return the version, too, where that goes to all workers."""
         addressed = self._members.ids
         if worker_ids is not None:
             addressed = normalize(worker_ids, addressed)
-        version = self._next_version(version)
         update = self._source.read(given)
         with read_to_its_end(update):
             transport = self._pipeline.transport or self._open(update, given)
@@ -712,7 +719,7 @@ class Sender(Updater):
     def _next_version(self, given: int | None) -> int:
         """The number of the version that is sent next."""
         if given is None:
-            return self._version + 1
+            return max(self._version, self._failed) + 1
         version = check_count(given, "version")
         if version <= self._version:
             raise ValueError(f"version is {version}, and version {self._version} was sent already")
