@@ -27,6 +27,7 @@ from sync_collector.envs import ArrayEnv, CountingEnv, GymEnv
 from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.gym import EnvOptions
 from sync_collector.envs.vector import VectorGymEnv
+from sync_collector.rollout import Rollout, RolloutOptions
 from sync_collector.testing import values
 
 pytestmark = pytest.mark.timeout(60)
@@ -231,6 +232,50 @@ def test_several_as_one_that_act_in_parts() -> None:
     assert values(batch, "left") == [[1.0] * 3] * 2
     assert batch["other", "right"].shape == (2, 3, 2)
     assert values(batch, "next", "reward") == [[5.0] * 3] * 2
+
+
+class CutShort(CountingEnv):
+    """Raises in some step of all environments that are made, once."""
+
+    def __init__(self, left: list[int]) -> None:
+        super().__init__(100)
+        self._left = left
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        cut_short(self._left)
+        return super().step(tensordict)
+
+
+class CountCutShort(Count):
+    """The same."""
+
+    def __init__(self, left: list[int]) -> None:
+        super().__init__(100)
+        self._left = left
+
+    def step(self, action: Any) -> Any:
+        cut_short(self._left)
+        return super().step(action)
+
+
+def cut_short(left: list[int]) -> None:
+    left[0] -= 1
+    if not left[0]:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["gym", "arrays", "tensordicts"])
+def test_no_environment_acts_twice_where_another_is_interrupted(kind: str) -> None:
+    left = [8]  # the second environment's third step
+    made: dict[str, Callable[[], Any]] = {
+        "gym": lambda: GymEnv(lambda: CountCutShort(left), num_envs=3),
+        "arrays": lambda: stack_envs([GymEnv(lambda: CountCutShort(left)) for _ in range(3)]),
+        "tensordicts": lambda: stack_envs([CutShort(left) for _ in range(3)]),
+    }
+    rollout = Rollout(made[kind](), None, 0, RolloutOptions(frames_per_batch=12))
+    with pytest.raises(KeyboardInterrupt):
+        rollout.collect()
+    assert values(rollout.collect(), "next", "observation") == [[1, 2, 3, 4]] * 3
 
 
 def test_several_as_one_are_seeded_in_line_and_closed() -> None:

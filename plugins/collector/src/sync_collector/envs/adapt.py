@@ -15,7 +15,9 @@ from sync_collector.envs.arrays import (
     ArrayEnv,
     Arrays,
     ArrayStep,
+    Stepper,
     check_flags,
+    new_rows,
     put_row,
     speaks_arrays,
 )
@@ -80,8 +82,13 @@ class _Members:
 
     def load_state(self, states: list[Any]) -> None:
         """Let each continue from its own."""
+        self._forget_step()
         for env, state in zip(self._envs, states, strict=True):
             load_env(env, state)
+
+    def _forget_step(self) -> None:
+        """Begin with the first environment in the next step."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close all of them."""
@@ -100,11 +107,13 @@ class _ArrayStack(_Members, ArrayEnv):
                     f"{dict(env.array_specs)}; make them alike"
                 )
         self._envs = self._members = envs
+        self._stepper = Stepper()
         self.array_specs = specs
         self.batch_size = torch.Size((len(envs), *envs[0].batch_size))
 
     def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
-        rows = self._rows()
+        self._forget_step()
+        rows = new_rows(self.array_specs, self.batch_size)
         for i, env in enumerate(self._members):
             where = None if mask is None else np.asarray(mask[i])
             if where is None or where.all():
@@ -114,24 +123,18 @@ class _ArrayStack(_Members, ArrayEnv):
         return rows
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
-        rows = self._rows()
-        reward = np.empty(self.batch_size, np.float32)
-        terminated, truncated = np.empty((2, *self.batch_size), np.bool_)
-        for i, env in enumerate(self._members):
-            stepped = env.step_arrays(action[i])
-            check_flags(env, stepped)
-            observation, reward[i], terminated[i], truncated[i] = stepped
-            put_row(rows, i, observation)
-        return rows, reward, terminated, truncated
+        def step(i: int) -> ArrayStep:
+            stepped = self._members[i].step_arrays(action[i])
+            check_flags(self._members[i], stepped)
+            return stepped
+
+        return self._stepper.run(self, action, step)
+
+    def _forget_step(self) -> None:
+        self._stepper.restart()
 
     def sample_action(self) -> np.ndarray[Any, Any]:
         return np.stack([env.sample_action() for env in self._members])
-
-    def _rows(self) -> dict[Any, np.ndarray[Any, Any]]:
-        return {
-            key: np.empty((*self.batch_size, *spec.shape), spec.dtype)
-            for key, spec in self.array_specs.items()
-        }
 
 
 class _TensorDictStack(_Members):
@@ -142,8 +145,11 @@ class _TensorDictStack(_Members):
         self.reward_keys = optional(envs[0], "reward_keys")
         self.done_keys = optional(envs[0], "done_keys")
         self._conventions = Conventions(self)
+        # A step that an exception has cut short, and the results of those that have acted.
+        self._cut: tuple[TensorDictBase, list[TensorDictBase]] | None = None
 
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
+        self._forget_step()
         where = None if tensordict is None else self._conventions.to_reset(tensordict)
         if tensordict is None or where is None:
             return self._stack([reset_env(env) for env in self._envs])
@@ -158,8 +164,14 @@ class _TensorDictStack(_Members):
         return self._stack([roots.get(i, part).select(*keys) for i, part in enumerate(parts)])
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        pairs = zip(self._envs, tensordict.unbind(0), strict=True)
-        followings = [following_of(env, part, env.step(part)) for env, part in pairs]
+        # The environments before the one that has failed do not act twice.
+        if self._cut is None or self._cut[0] is not tensordict:
+            self._cut = tensordict, []
+        followings = self._cut[1]
+        parts = tensordict.unbind(0)
+        for env, part in zip(self._envs[len(followings) :], parts[len(followings) :], strict=True):
+            followings.append(following_of(env, part, env.step(part)))
+        self._cut = None
         return tensordict.set("next", self._stack(followings))
 
     def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
@@ -167,6 +179,9 @@ class _TensorDictStack(_Members):
         pairs = zip(self._envs, tensordict.unbind(0), strict=True)
         actions = [random_policy(env, keys[0])(part).select(*keys) for env, part in pairs]
         return tensordict.update(self._stack(actions))
+
+    def _forget_step(self) -> None:
+        self._cut = None
 
     def _stack(self, parts: Sequence[TensorDictBase]) -> TensorDictBase:
         together: TensorDictBase = stack(list(parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, TypeGuard
 
@@ -258,6 +258,63 @@ def check_flags(env: object, stepped: ArrayStep) -> None:
             f"{type(env).__name__}.step_arrays() gave None for terminated or truncated; let it "
             "return True or False, or an array of them"
         )
+
+
+def new_rows(
+    specs: Mapping[Any, ArraySpec], shape: Sequence[int]
+) -> dict[Any, np.ndarray[Any, Any]]:
+    """Return arrays for the observations of a batch of environments, still without values."""
+    return {key: np.empty((*shape, *spec.shape), spec.dtype) for key, spec in specs.items()}
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step of several environments: the action, their results, and how many have stepped."""
+
+    action: np.ndarray[Any, Any]
+    rows: dict[Any, np.ndarray[Any, Any]]
+    reward: np.ndarray[Any, Any]
+    terminated: np.ndarray[Any, Any]
+    truncated: np.ndarray[Any, Any]
+    made: int = 0
+
+
+class Stepper:
+    """Steps several environments one after the other, as a batch.
+
+    A step that an exception has cut short, in one of them, is continued by the next one with that
+    action: the environments before that one do not act twice.
+    """
+
+    def __init__(self) -> None:
+        self._step: _Step | None = None
+
+    def restart(self) -> None:
+        """Begin with the first environment in the next step."""
+        self._step = None
+
+    def run(
+        self, env: ArrayEnv, action: np.ndarray[Any, Any], step: Callable[[int], ArrayStep]
+    ) -> ArrayStep:
+        """Return the results of all.
+
+        Args:
+            env: the batch.
+            action: of each.
+            step: steps one, by its place.
+        """
+        made = self._step
+        if made is None or not np.array_equal(made.action, action):
+            shape = env.batch_size
+            rows, reward = new_rows(env.array_specs, shape), np.empty(shape, np.float32)
+            made = self._step = _Step(action.copy(), rows, reward, *np.empty((2, *shape), np.bool_))
+        while made.made < len(made.reward):
+            i = made.made
+            observation, made.reward[i], made.terminated[i], made.truncated[i] = step(i)
+            put_row(made.rows, i, observation)
+            made.made += 1
+        self._step = None
+        return made.rows, made.reward, made.terminated, made.truncated
 
 
 def as_numpy(values: Any) -> Any:

@@ -18,8 +18,10 @@ from sync_collector.envs.arrays import (
     Arrays,
     ArraySpec,
     ArrayStep,
+    Stepper,
     as_numpy,
     cast,
+    new_rows,
     put_row,
 )
 from sync_collector.envs.protocol import RESERVED, close_env
@@ -216,6 +218,7 @@ class GymEnv(ArrayEnv):
         self._single = num_envs is None
         self.batch_size = torch.Size(() if num_envs is None else (num_envs,))
         self.is_closed = False
+        self._stepper = Stepper()
         first = self._envs[0]
         if hasattr(first, "single_action_space"):
             raise TypeError(
@@ -265,7 +268,8 @@ class GymEnv(ArrayEnv):
         """Begin an episode, for a batch where the mask says."""
         if self._single:
             return self._begun(0)
-        rows = self._new_rows()
+        self._stepper.restart()
+        rows = new_rows(self.array_specs, self.batch_size)
         for i in range(len(self._envs)):
             if mask is None or mask[i]:
                 put_row(rows, i, self._begun(i))
@@ -275,14 +279,7 @@ class GymEnv(ArrayEnv):
         """Act in each environment."""
         if self._single:
             return self._stepped(0, action)
-        rows = self._new_rows()
-        rewards = np.empty(len(self._envs), np.float32)
-        terminated, truncated = np.empty((2, len(self._envs)), np.bool_)
-        for i in range(len(self._envs)):
-            made = self._stepped(i, action[i])
-            observation, rewards[i], terminated[i], truncated[i] = made
-            put_row(rows, i, observation)
-        return rows, rewards, terminated, truncated
+        return self._stepper.run(self, action, lambda i: self._stepped(i, action[i]))
 
     def sample_action(self) -> np.ndarray[Any, Any]:
         """A random action of each environment's own stream; `set_seed` seeds it."""
@@ -326,6 +323,7 @@ class GymEnv(ArrayEnv):
 
     def load_state(self, state: bytes) -> None:
         """Go on with the environments that were pickled."""
+        self._stepper.restart()
         for env in self._envs:
             close_env(env)
         self._envs, self._masks = pickle.loads(state)
@@ -363,12 +361,6 @@ class GymEnv(ArrayEnv):
             self._masks[i] = mask_of(self._options.action_mask, observation, info)
         encoded = self._encode(observation)
         return encoded if self._infos is None else {**encoded, **self._infos.read(info)}
-
-    def _new_rows(self) -> dict[Any, np.ndarray[Any, Any]]:
-        return {
-            key: np.empty((len(self._envs), *spec.shape), spec.dtype)
-            for key, spec in self.array_specs.items()
-        }
 
 
 def _is_made_anew(env: Any) -> bool:
