@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from sync_core import ModelError, PendingSendError, ReadbackError, Receiver, Sender, SendError
+from sync_core import (
+    ModelError,
+    PendingSendError,
+    ReadbackError,
+    Receiver,
+    Sender,
+    SendError,
+    gathered,
+)
 from sync_plugin_std import bf16, fp16, fuse, rename, select, split
 from sync_testing import Loopback
 
@@ -139,6 +147,23 @@ def test_buffers_of_a_tensordict_are_not_cast() -> None:
     source = TensorDict.from_module(trainer)
     with Sender(Loopback(), source, num_workers=1, layers=["bf16"]) as sender:
         push(sender, Receiver(sender.address(0), target))
+    sent, got = trainer.state_dict(), target.state_dict()
+    assert torch.equal(got["1.table"], sent["1.table"])
+    assert torch.equal(got["0.weight"], sent["0.weight"].bfloat16().float())
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_buffers_of_gathered_models_are_not_cast(several: bool) -> None:
+    def module() -> nn.Module:
+        found = nn.Sequential(nn.Linear(3, 3), nn.Module())
+        found[1].register_buffer("table", torch.randn(3, 3))
+        return found
+
+    trainer, target = module(), module()
+    source = gathered({"policy": trainer} if several else trainer)
+    model = {"policy": target} if several else target
+    with Sender(Loopback(), source, num_workers=1, layers=["bf16"]) as sender:
+        push(sender, Receiver(sender.address(0), model))
     sent, got = trainer.state_dict(), target.state_dict()
     assert torch.equal(got["1.table"], sent["1.table"])
     assert torch.equal(got["0.weight"], sent["0.weight"].bfloat16().float())

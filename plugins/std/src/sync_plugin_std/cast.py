@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
-from sync_core.models import cast_within
+from sync_core.models import cast_within, modules_in, plain_name
 
 
 class _Cast:
@@ -74,11 +74,13 @@ class _Cast:
                     f"{len(layout.index)} names"
                 )
         else:
-            buffers = _buffers(model)
+            buffers, names = _buffers(model), set(_names_of_buffers(model))
             matched = {
                 position
                 for position, tensor in enumerate(update.tensors)
-                if tensor.dim() > 1 and not _is_within(tensor, buffers)
+                if tensor.dim() > 1
+                and layout.specs[position].name not in names
+                and not _is_within(tensor, buffers)
             }
         return tuple(
             position
@@ -116,6 +118,13 @@ def _buffers(model: Any) -> list[tuple[torch.device, int, int]]:
         plain = (each for each in leaves if isinstance(each, Tensor))
         buffers += [each for each in plain if not isinstance(each, nn.Parameter)]
     return [(b.device, b.data_ptr(), b.nbytes) for b in buffers if b.dim() > 1]
+
+
+def _names_of_buffers(model: Any) -> Iterator[str]:
+    """Yield the names of a model's buffers, which computed weights have elsewhere in memory."""
+    for prefix, module in modules_in(model):
+        plain = plain_name(module)
+        yield from (prefix + plain(n) for n, _ in module.named_buffers(remove_duplicate=False))
 
 
 def _leaves(model: Any) -> Iterator[Any]:
