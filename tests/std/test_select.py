@@ -274,14 +274,18 @@ def test_a_change_that_torch_does_not_count_is_refused_where_it_never_travels(ch
 
 
 @pytest.mark.parametrize("change", UNCOUNTED)
+@pytest.mark.parametrize("every", [False, True], ids=["one of two", "all"])
 @pytest.mark.parametrize("changed", [[1.0, 1.0], [1.0, 2.0, 2.0]], ids=["frozen", "once changed"])
-def test_a_worker_that_was_changed_uncounted_is_noticed(change: Any, changed: list[float]) -> None:
+def test_a_worker_that_was_changed_uncounted_is_noticed(
+    change: Any, changed: list[float], *, every: bool
+) -> None:
     source, target = net(1.0), net(0.0)
-    bias: Any = source[0].bias
+    frozen: list[Any] = [source[0].bias, *([source[0].weight] if every else [])]
     with Sender(Loopback(), source, num_workers=1, layers=[Select("1.*")]) as sender:
         receiver = Receiver(sender.address(0), target)
         for value in changed:
-            nn.init.constant_(bias, value)
+            for parameter in frozen:
+                nn.init.constant_(parameter, value)
             push(sender, receiver)
         change(target)
         pending = sender.send_async()

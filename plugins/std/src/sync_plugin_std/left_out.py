@@ -34,6 +34,8 @@ from sync_plugin_std.fingerprints import samples
 _NAMES_SHOWN = 4
 _PART = 16
 _DIGEST = "left-out.digest"
+#: The extra by which a layer tells that later updates may lack what this one has; it never travels.
+LATER = "left-out.later"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The attributes of PEFT's modules that decide, beside their tensors and properties, what they do.
 _SETTINGS = ("merged_adapters", "scaling", "token_indices", "fan_in_fan_out")
@@ -88,11 +90,12 @@ class LeftOut:
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
         """Hash what may be left out later; give an update that lacks some the digest of those."""
         update = yield
+        later = update.extras.pop(LATER, None) is not None
         if not self._travels or (context.version == 0 and not self.from_start):
             return update
         missing = self._digests.keys() - update.layout.index.keys()
-        # With the first update that lacks some, others may travel for the last time.
-        first = bool(missing) and not self._rest
+        # Until an update lacks some, any may travel for the last time.
+        first = (bool(missing) or later) and not self._rest
         for name, tensor in update.items():
             if first or name in self._rest or name not in self._digests:
                 self._digests[name] = self._digest(tensor)

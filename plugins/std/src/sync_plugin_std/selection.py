@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
 from sync_core.models import place_of, tensor_finder
 from sync_plugin_std.fingerprints import fingerprints
+from sync_plugin_std.left_out import LATER
 
 
 class Select:
@@ -124,6 +126,8 @@ class Select:
         self._given.update(dict.fromkeys((*chosen, *moved), context.version))
         self._copy(given, context)
         self._leave_out(update, known, given, context)
+        if self._send_rest and len(chosen) < len(known.specs):
+            update.extras[LATER] = torch.empty(0)
         return update
 
     def _chosen(
