@@ -297,6 +297,28 @@ def test_a_worker_that_was_changed_uncounted_is_noticed(
     assert equal(source, target)
 
 
+def test_what_a_worker_alone_was_given_of_the_model_is_sent_to_it_again() -> None:
+    """The frozen weight has another value, for a while, when it is read for one worker."""
+    source, models = net(1.0), [net(0.0), net(0.0)]
+    frozen: Any = source[0].weight
+    with Sender(Loopback(), source, num_workers=2, layers=["select"]) as sender:
+        first, second = (Receiver(sender.address(i), model) for i, model in enumerate(models))
+        push(sender, first, second)
+        nn.init.constant_(frozen, 2.0)
+        send_to(sender, second, None, worker_id=1)
+        nn.init.constant_(frozen, 9.0)
+        send_to(sender, first, {"1.weight": torch.full((1, 8), 5.0)}, worker_id=0)
+        nn.init.constant_(frozen, 2.0)
+        push(sender, first, second)
+    assert [equal(source, model) for model in models] == [True, True]
+
+
+def send_to(sender: Sender, receiver: Receiver, weights: Any, worker_id: int) -> None:
+    pending = sender.send_async(weights, worker_id)
+    receiver.receive(5)
+    pending.wait()
+
+
 def test_two_senders_share_no_past() -> None:
     layer = Select("1.*")
     for _ in range(2):

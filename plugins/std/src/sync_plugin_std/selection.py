@@ -188,6 +188,10 @@ class Select:
             sent = [name for name in sent if name not in self._fingerprints]
         if len(sent) < len(everything) or len(given) < len(everything):
             tensors = self._find_tensors(sent, given, whole, context)
+            found = dict(zip(sent, tensors, strict=True))
+            # What the model has may differ by now from what the other workers were given.
+            more = {n: t for n, t in found.items() if n not in given and n in self._fingerprints}
+            self._given.update(dict.fromkeys(self._moved(more), context.version))
             positions = tuple(whole.index[name] for name in sent)
             update.become(whole.subset(positions).with_tensors(tensors), tensors)
         left_out = set(everything) - set(sent)
