@@ -25,14 +25,22 @@ class Fleet:
         self.threads = ThreadPoolExecutor(8)
         self.models: list[torch.nn.Linear] = []
         self.receivers: list[Receiver] = []
+        # The version at which the last worker raises.
+        self.raises_at = 0
         for worker_id in range(3):
             self.serve(worker_id)
 
     def serve(self, worker_id: int) -> None:
         """Let a worker receive until the sender is gone."""
         self.models.append(torch.nn.Linear(8, 4))
-        self.receivers.append(Receiver(self.sender.address(worker_id), self.models[-1]))
+        address = self.sender.address(worker_id)
+        commits = self._raise_if_asked if worker_id == 2 else None
+        self.receivers.append(Receiver(address, self.models[-1], on_commit=commits))
         self.threads.submit(self._receive, self.receivers[-1])
+
+    def _raise_if_asked(self, version: int) -> None:
+        if version == self.raises_at:
+            raise RuntimeError("worker 2 raises once it has the version")
 
     def fill(self, value: float) -> None:
         with torch.no_grad():
@@ -58,7 +66,8 @@ class Fleet:
     def _receive(receiver: Receiver) -> None:
         with suppress(SenderLostError):
             while True:
-                receiver.receive()
+                with suppress(RuntimeError):
+                    receiver.receive()
 
 
 @pytest.fixture
@@ -120,6 +129,36 @@ def test_a_trial_that_fails_is_none(fleet: Fleet) -> None:
         canary.try_on([0, late], timeout=0.3)
     assert canary.trying == ()
     assert canary.try_on([0]).updated == (0,)
+
+
+def test_a_promotion_that_fails_for_one_is_taken_back_from_all(fleet: Fleet) -> None:
+    canary = Canary(fleet.sender)
+    fleet.fill(1.0)
+    canary.send()
+    fleet.fill(2.0)
+    canary.try_on([0])
+    fleet.raises_at = 3
+    with pytest.raises(SendError, match="worker 2: has version 3"):
+        canary.promote()
+    assert fleet.values() == [2.0, 2.0, 2.0]
+    assert canary.trying == (0, 1, 2)
+    assert canary.take_back().updated == (0, 1, 2)
+    assert fleet.values() == [1.0, 1.0, 1.0]
+    assert canary.restores == {4: 1}
+
+
+def test_a_trial_returns_to_what_a_send_has_brought_that_failed_for_one(fleet: Fleet) -> None:
+    canary = Canary(fleet.sender)
+    fleet.fill(1.0)
+    canary.send()
+    fleet.fill(2.0)
+    fleet.raises_at = 2
+    with pytest.raises(SendError, match="worker 2: has version 2"):
+        canary.send()
+    fleet.fill(3.0)
+    canary.try_on([0])
+    canary.take_back()
+    assert fleet.values() == [2.0, 2.0, 2.0]
 
 
 def test_calls_in_a_wrong_order(fleet: Fleet) -> None:

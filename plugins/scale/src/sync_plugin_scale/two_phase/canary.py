@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """The weights of a version, and the workers that have it."""
+    """The weights of a version, and the workers that have it; None for all."""
 
     version: int
     weights: Mapping[str, Tensor]
-    worker_ids: tuple[int, ...]
+    worker_ids: tuple[int, ...] | None
 
 
 class Canary:
@@ -68,7 +68,10 @@ class Canary:
     @property
     def trying(self) -> tuple[int, ...]:
         """The workers that have a version on trial; none where there is no trial."""
-        return () if self._tried is None else self._tried.worker_ids
+        if self._tried is None:
+            return ()
+        tried = self._tried.worker_ids
+        return self._sender.all_worker_ids() if tried is None else tried
 
     @property
     def restores(self) -> Mapping[int, int]:
@@ -83,12 +86,18 @@ class Canary:
 
         Raises:
             SyncError: a version is on trial.
-            SendError: see `Sender.send`.
+            SendError: see `Sender.send`. Where some workers have the version all the same, a trial
+                returns to it.
         """
         self._check_no_trial("send()")
         weights = self._sender.snapshot()
-        report = self._sender.send(weights, timeout=timeout)
-        self._common = _Kept(report.version, weights, report.updated)
+        try:
+            report = self._sender.send(weights, timeout=timeout)
+        except SendError as failure:
+            if failure.report.updated:
+                self._common = _Kept(failure.report.version, weights, None)
+            raise
+        self._common = _Kept(report.version, weights, None)
         return report
 
     def try_on(self, worker_ids: Iterable[int], timeout: float | None = None) -> SendReport:
@@ -123,11 +132,18 @@ class Canary:
 
         Raises:
             SyncError: no version is on trial.
-            SendError: see `Sender.send`; the trial goes on.
+            SendError: see `Sender.send`; the trial goes on, with all workers where some have got
+                the weights.
         """
         tried = self._trial("promote()")
-        report = self._sender.send(tried.weights, timeout=timeout)
-        self._common = _Kept(report.version, tried.weights, report.updated)
+        try:
+            report = self._sender.send(tried.weights, timeout=timeout)
+        except SendError as failure:
+            if failure.report.updated:
+                # Also those that have not answered in time may have them, or join and get them.
+                self._tried = _Kept(failure.report.version, tried.weights, None)
+            raise
+        self._common = _Kept(report.version, tried.weights, None)
         self._tried = None
         return report
 
@@ -143,10 +159,12 @@ class Canary:
         """
         tried, common = self._trial("take_back()"), self._common
         assert common is not None
-        known = self._sender.all_worker_ids()
-        served = [worker_id for worker_id in tried.worker_ids if worker_id in known]
+        served = None
+        if tried.worker_ids is not None:
+            known = self._sender.all_worker_ids()
+            served = [worker_id for worker_id in tried.worker_ids if worker_id in known]
         report = self._sender.send(common.weights, served, timeout=timeout)
-        if served:
+        if report.workers:
             self._restores[report.version] = common.version
         self._tried = None
         return report
@@ -164,5 +182,5 @@ class Canary:
         if self._tried is not None:
             raise SyncError(
                 f"{call} while version {self._tried.version} is on trial with workers "
-                f"{self._tried.worker_ids}; call promote() or take_back() before it"
+                f"{self.trying}; call promote() or take_back() before it"
             )
