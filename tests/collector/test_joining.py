@@ -32,6 +32,17 @@ from sync_core import (
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
 
 
+class Renaming(Scale):
+    """Has another name for its weight in its state_dict."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}w"] = self.weight if keep_vars else self.weight.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[f"{prefix}w"])
+
+
 def seat(batch: TensorDictBase) -> int:
     (found,) = (batch["collector", "traj_ids"] // PER_WORKER).unique().tolist()
     return int(found)
@@ -209,6 +220,67 @@ def test_who_joins_acts_with_the_weights_of_the_others_and_not_with_unsent_ones(
         made.update_policy_weights_(worker_ids=[])
         made.add_workers()
         assert next(made)["action"].unique().tolist() == [1.0]
+
+
+class Whole(torch.nn.Module):
+    """Acts with itself and a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.rest = Scale(), Scale()
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return 10 * self.part.weight + self.rest.weight.expand(observation.shape)
+
+
+ALL, ONE = None, 1
+WHOLE, PART = "policy", "policy.part"
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ([(WHOLE, ALL), (WHOLE, ONE)], 22.0),
+        ([(WHOLE, ALL), (PART, ALL)], 21.0),
+        ([(WHOLE, ALL), (PART, ONE)], 21.0),
+        ([(PART, ALL), (WHOLE, ALL)], 22.0),
+        ([(PART, ALL), (WHOLE, ONE)], 22.0),
+        ([(PART, ONE), (WHOLE, ONE)], 22.0),
+        ([(PART, ONE), (WHOLE, ALL)], 22.0),
+        ([(WHOLE, ONE), (PART, ALL)], 21.0),
+        ([(PART, ALL)], 10.0),
+    ],
+)
+def test_who_joins_after_updates_of_some_or_of_parts_has_no_unsent_weights(
+    sent: list[tuple[str, int | None]], expected: float, given: bool
+) -> None:
+    policy, trained = Whole(), Whole()
+    models: dict[str, Any] = {"weight_sync_schemes": {WHOLE: "thread", PART: "thread"}}
+    options: dict[str, Any] = {"workers": "inline", "num_workers": 2, "sync": True, **models}
+    with collector(policy=policy, scheme=None, frames_per_batch=2, **options) as made:
+        source = trained if given else policy
+        for step, (name, worker_ids) in enumerate(sent, 1):
+            source.part.set(step)
+            if name == WHOLE:
+                source.rest.set(step)
+            weights = (source if name == WHOLE else source.part) if given else None
+            made.update_policy_weights_(weights, model_id=name, worker_ids=worker_ids)
+        source.part.set(9.0)  # a training step that was not sent
+        source.rest.set(9.0)
+        made.add_workers()
+        assert values(next(made), "action")[1:] == [[expected], [expected]]
+
+
+def test_who_joins_after_an_update_of_some_by_another_name_of_the_weights() -> None:
+    policy = Renaming()
+    options: dict[str, Any] = {"scheme_options": {"strategy": "state_dict"}, "sync": True}
+    with collector(policy=policy, num_workers=2, frames_per_batch=2, **options) as made:
+        policy.set(1.0)
+        made.update_policy_weights_(worker_ids=1)
+        policy.set(9.0)
+        made.add_workers()
+        assert values(next(made), "action") == [[0.0], [1.0], [1.0]]
 
 
 @pytest.mark.parametrize("to_all", [False, True])

@@ -302,10 +302,21 @@ class CollectorWorker:
         with self._in_use():
             return self._models.reach(versions, timeout)
 
-    def begin_with(self, weights: Mapping[str, Mapping[str, Tensor]], version: int) -> None:
-        """Act with these weights of some models, and have this version of the policy."""
+    def begin_with(
+        self,
+        weights: Mapping[str, Mapping[str, Tensor]],
+        version: int,
+        kept: Sequence[str] = (),
+    ) -> None:
+        """Act with these weights of some models, and have this version of the policy.
+
+        Args:
+            weights: the weights of each model.
+            version: the version.
+            kept: parts of these models that keep the weights that they have.
+        """
         with self._in_use():
-            self._models.write(weights)
+            self._models.write({**weights, **{name: self._models.read(name) for name in kept}})
             self._models.set_version(version)
 
     def set_version(self, version: int) -> None:

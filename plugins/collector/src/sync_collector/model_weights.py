@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from sync_collector.batch_requests import BatchRequests
-from sync_collector.collector_worker import CollectorWorker
+from sync_collector.collector_worker import CollectorWorker, detached_copy
 from sync_collector.policies import module_of
 from sync_collector.schemes import POLICY, ModelScheme, is_part, layout_explained
 from sync_collector.worker_pool import WorkerPool
@@ -92,7 +92,8 @@ class ModelWeights:
         # The update that was not waited for.
         self._pending: PendingSend | None = None
         # What each model was sent last, and which of that went to some workers only: a new worker
-        # must have it too.
+        # must have it too. Of such, the values that were sent, unless updates are automatic: the
+        # trainer may be in the middle of a step when the worker joins.
         self._last: dict[str, Any] = {}
         self._of_some: set[str] = set()
         # For a worker that got only what went to all: the newest version of each model, or weights
@@ -172,6 +173,7 @@ class ModelWeights:
             if pending is None:
                 return SendReport(self.version, time.perf_counter() - started, {})
             try:
+                self._keep_sent()
                 if self._single:
                     self._request_commits(pending, self._pool.request)
                 if not blocking:
@@ -294,12 +296,16 @@ class ModelWeights:
             ids: the workers.
         """
         self.required = dict.fromkeys(ids, sent)
+        # What a policy is sent is newer than all that its parts were sent before.
+        older = set(filter(is_part, {*self._last, *self._of_all})) - sent.keys()
+        replaced = {*sent, *(older if POLICY in sent else ())}
+        self._last = {n: given for n, given in self._last.items() if n not in replaced}
         self._last |= {name: weights[name] for name in sent}
+        self._of_some -= replaced
         if not set(ids) >= set(self._pool.ids):
             self._of_some |= sent.keys()
             return
-        self._of_all |= sent
-        self._of_some -= sent.keys()
+        self._of_all = {n: v for n, v in self._of_all.items() if n not in replaced} | dict(sent)
         # Weights sent for the policy are newer than those its parts began with.
         self._unsent = {
             name: weights
@@ -307,6 +313,14 @@ class ModelWeights:
             if name not in sent and not (POLICY in sent and is_part(name))
         }
         self._common_version = sent.get(self.counted, self._common_version)
+
+    def _keep_sent(self) -> None:
+        """Copy what was sent just now and may be sent again, to a worker that joins."""
+        for name in next(iter(self.required.values()), {}):
+            # A part that all have is sent again after a policy that only some have.
+            if name in self._of_some or (is_part(name) and POLICY in self._of_some):
+                weights, own = self._last[name], self.senders[name].snapshot
+                self._last[name] = own() if weights is None else detached_copy(weights)
 
     def _request_commits(self, pending: PendingSend, call: _Call) -> None:
         """Have workers commit a single model: those at rest now, others after their batch.
@@ -429,6 +443,8 @@ class ModelWeights:
                     self._single,
                     joins=True,
                 )
+            # Parts of the policy were sent weights since, which what it begins with would replace.
+            parts = tuple(n for n in self._of_all if is_part(n) and n not in self._unsent)
             # What went to all is not to come after the weights to begin with.
             comes = all(
                 self.senders[name].workers[worker_id].wanted >= version
@@ -448,16 +464,20 @@ class ModelWeights:
                 CollectorWorker.begin_with,
                 self._unsent,
                 self._common_version,
+                parts,
                 joins=True,
             )
-            # The policy to begin with has older weights of a part than were sent of that.
-            parts = any(map(is_part, self._last))
-            if self._of_some or not reached or parts:
-                self._send_last(worker_id)
+            lacking = set(self._of_some if reached else self._last)
+            if POLICY in lacking:
+                lacking.update(filter(is_part, self._last))
+            if lacking:
+                # In the order in which they were sent: a part is committed after its policy.
+                last = {name: sent for name, sent in self._last.items() if name in lacking}
+                self._send_last(worker_id, last)
 
-    def _send_last(self, worker_id: int) -> None:
-        """Send a worker what was sent last of all models: not all of it went to all, or as one."""
-        pending = self._send(self._last, (worker_id,), self._pool.call)
+    def _send_last(self, worker_id: int, weights: Mapping[str, Any]) -> None:
+        """Send a worker what models were sent last, and what it does not have."""
+        pending = self._send(weights, (worker_id,), self._pool.call)
         try:
             if self._single:
                 self._request_commits(pending, self._pool.call)
