@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sync_core import (
     Sender,
     SendError,
     SendReport,
+    gathered,
 )
 from sync_plugin_std import Rename, Select, left_out
 from sync_testing import Loopback
@@ -271,6 +273,20 @@ def test_a_change_that_torch_does_not_count_is_refused_where_it_never_travels(ch
         change(source)
         with pytest.raises(ModelError, match=r"'0.weight'.* was changed after the sender was made"):
             push(sender, receiver)
+
+
+def test_what_is_made_at_each_send_cannot_be_there_from_the_start() -> None:
+    source, target = net(1.0), net(1.0)
+    layer = Select("1.*", send_rest=False)
+    remedy = re.escape("send it once: layers=[select('1.*')]")
+    with pytest.raises(ModelError, match=f"'0.bias' is made at each send, .*; {remedy}"):
+        Sender(Loopback(), gathered(source), num_workers=1, layers=[layer])
+    with Sender(Loopback(), gathered(source), num_workers=1, layers=[Select("1.*")]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for value in (2.0, 3.0):
+            nn.init.constant_(source[1].weight, value)  # type: ignore[arg-type]
+            push(sender, receiver)
+            assert equal(source, target)
 
 
 @pytest.mark.parametrize("change", UNCOUNTED)

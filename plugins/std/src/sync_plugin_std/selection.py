@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Select:
 
         Raises:
             ModelError: nothing would be sent; a tensor has changed that workers must have from the
-                start; or a worker lacks one that the sender does not have.
+                start, or is made at each send; or a worker lacks one that the sender does not have.
         """
         update = yield
         if not self._travels:
@@ -116,7 +116,10 @@ class Select:
         chosen = {known.specs[known.index[name]].name for name in chosen}
         if context.version == 0 and self._send_rest:
             return update
-        moved = self._moved({n: tensor for n, tensor in given.items() if n not in chosen})
+        rest = {n: tensor for n, tensor in given.items() if n not in chosen}
+        if context.version == 0 and _stand_in(rest.values()):
+            raise ModelError(self._describe_unknown(min(rest)))
+        moved = self._moved(rest)
         if context.version == 0:
             return update
         if moved and not self._send_rest:
@@ -233,12 +236,26 @@ class Select:
             f"patterns of their names, such as select({layout.names[0]!r})"
         )
 
+    def _describe_unknown(self, name: str) -> str:
+        """Return what is wrong where it is not known what workers must have from the start."""
+        return (
+            f"{name!r} is made at each send, as those of gathered(model) and of a Stream are, so "
+            "that nothing proves at the start that workers hold it; send it once: "
+            f"layers=[select({', '.join(map(repr, self._names))})]"
+        )
+
     def _describe_changed(self, name: str) -> str:
         """Return what is wrong where a tensor was changed that is never sent."""
         return (
             f"{name!r}, which the layer Select leaves out, was changed after the sender was made, "
             "and send_rest=False does not send it; make a new sender, or leave that out"
         )
+
+
+def _stand_in(tensors: Iterable[Tensor]) -> bool:
+    """Return whether each is expanded from one element, as what stands in for a stream's is."""
+    strides = [tensor.stride() for tensor in tensors if tensor.numel() > 1]
+    return bool(strides) and not any(map(any, strides))
 
 
 def _is_trained(tensor: Tensor) -> bool:
