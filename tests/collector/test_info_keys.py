@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 from tests.collector.gym_envs import Count
 
@@ -110,19 +110,47 @@ def test_statistics_of_gymnasiums_wrapper() -> None:
     assert batch["next", "totals", "r"][batch["next", "done"].squeeze(-1)].tolist() == [3.0] * 4
 
 
-@pytest.mark.parametrize("as_list", [False, True])
+class Lists(VectorWrapper):
+    """Gives a list of infos; that of Gymnasium 1.1 does not know entries with one mask for all."""
+
+    def reset(self, **given: Any) -> Any:
+        observation, infos = self.env.reset(**given)
+        return observation, self._listed(infos)
+
+    def step(self, actions: Any) -> Any:
+        *rest, infos = self.env.step(actions)
+        return (*rest, self._listed(infos))
+
+    def _listed(self, infos: dict[str, Any]) -> list[dict[str, Any]]:
+        def of(i: int, values: Any) -> Any:
+            return {k: v[i] for k, v in values.items()} if isinstance(values, dict) else values[i]
+
+        return [
+            {
+                name: of(i, infos[name])
+                for name in infos
+                if f"_{name}" in infos and infos[f"_{name}"][i]
+            }
+            for i in range(self.num_envs)
+        ]
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, Lists])
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_statistics_of_gymnasiums_wrapper_of_vectors(mode: AutoresetMode, *, as_list: bool) -> None:
+def test_statistics_of_gymnasiums_wrapper_of_vectors(mode: AutoresetMode, wrap: Any) -> None:
     def make() -> Any:
         made = SyncVectorEnv([lambda: Count(2), lambda: Count(3)], autoreset_mode=mode)
-        recorded = RecordEpisodeStatistics(made, stats_key="totals")
-        return DictInfoToList(recorded) if as_list else recorded
+        return wrap(RecordEpisodeStatistics(made, stats_key="totals"))
 
     keys = [("totals", "l")]
     with Collector(make, scheme="none", frames_per_batch=12, info_keys=keys) as collector:
         batch = next(collector)
-    expected = [[np.nan, 2.0] * 3, [np.nan, np.nan, 3.0] * 2]
-    np.testing.assert_array_equal(batch["next", "totals", "l"], expected)
+    lengths = batch["next", "totals", "l"]
+    expected = torch.tensor([[torch.nan, 2.0] * 3, [torch.nan, torch.nan, 3.0] * 2])
+    assert torch.equal(lengths.isnan(), expected.isnan())
+    # In 1.1, the wrapper forgets the first step after an episode that ended within a step.
+    first = slice(0, 3) if mode is AutoresetMode.SAME_STEP else slice(None)
+    assert torch.equal(lengths[:, first].nan_to_num(), expected[:, first].nan_to_num())
     # A frame that an episode begins with has none of the one before it.
     begins = batch["observation"].squeeze(-1) == 0
     assert batch["totals", "l"][begins].isnan().all()
