@@ -231,6 +231,25 @@ def test_a_send_reaches_who_came_right_before_it(who: str) -> None:
                 fleet.sender.remove_worker(worker_id)
 
 
+def test_late_workers_get_what_the_others_have_after_a_version_that_none_has(
+    scheme: TwoPhase,
+) -> None:
+    with Fleet(scheme, 3) as fleet:
+        fleet.send(0, 1, 2)
+        pending = fleet.sender.send_async()
+        transport: Any = fleet.sender._pipeline.transport
+        for worker_id in (1, 2):
+            while worker_id not in transport._round.staged:
+                assert fleet.receivers[worker_id].receive(0.05) is None
+        assert fleet.receive(0).result(30) == 2
+        with pytest.raises(SendError, match="worker 1: did not confirm version 2"):
+            pending.wait(0.0)
+        assert fleet.send(0, give_up=True).updated == ()
+        for worker_id in (1, 2):
+            assert fleet.receivers[worker_id].receive(20.0) == 2
+        assert fleet.committed == {1: {0, 1, 2}, 2: {0, 1, 2}}
+
+
 def test_a_worker_in_the_background_waits_for_the_others(scheme: TwoPhase) -> None:
     with Fleet(scheme, 2) as fleet:
         fleet.connect(0, background=True)

@@ -58,7 +58,8 @@ class _Member:
     Args:
         packed: the newest version that it was to commit; None for none.
         aborted: whether it was sent a newer one that was not.
-        fresh: whether it may lack the version that it must have, as a new receiver does.
+        fresh: whether it may lack the version that it must have, as a new receiver does, and one
+            that has not answered.
         again: whether it was sent a version again, and has committed none since.
     """
 
@@ -363,10 +364,13 @@ class TwoPhaseSender(SenderTransport):
         self._suspects |= current.failures.keys() | missing
         if not commit:
             self._abort(current, missing)
-        for worker_id in addressed:
+        lacking: dict[_Packed, list[int]] = {}
+        for worker_id in sorted(addressed):
             member = self._members[worker_id]
-            if member.aborted and member.fresh:
-                self._send_alone(worker_id)
+            if member.aborted and member.fresh and member.packed is not None:
+                lacking.setdefault(member.packed, []).append(worker_id)
+        for packed, worker_ids in lacking.items():
+            self._send_again(packed, worker_ids)
 
     def _remember(self, current: _Round, addressed: set[int], *, commit: bool) -> None:
         """Note the version that its workers must have."""
@@ -376,7 +380,7 @@ class TwoPhaseSender(SenderTransport):
         for member in members:
             member.aborted = not commit
             if commit:
-                member.packed = current.packed
+                member.packed, member.fresh = current.packed, True
 
     def _abort(self, current: _Round, missing: set[int]) -> None:
         """Fail what workers wait for that are not at fault."""
@@ -424,7 +428,9 @@ class TwoPhaseSender(SenderTransport):
             return
         member = self._members.get(worker_id)
         if error is None and member is not None:
-            member.fresh = member.again = False
+            member.again = False
+            if member.packed is not None and member.packed.version <= decision.version:
+                member.fresh = False
         if outgoing is None:
             if error is None:
                 self._notify(worker_id, Notice("acknowledged", decision.version))
@@ -450,12 +456,18 @@ class TwoPhaseSender(SenderTransport):
             # is sent its own afterwards.
             member.fresh = True
             return
+        self._send_again(member.packed, [worker_id])
+
+    def _send_again(self, packed: _Packed, worker_ids: Sequence[int]) -> None:
+        """Send workers a version once more, and that it is committed."""
         self._number += 1
-        member.aborted = False
-        if self._members.keys() == {worker_id} and self._joining.packed is member.packed:
-            self._joining.aborted = False
-        self._versions.send(member.packed.payload(self._number), (worker_id,))
-        self._tell(Decision(self._number, member.packed.version, commit=True), (worker_id,), None)
+        for worker_id in worker_ids:
+            self._members[worker_id].aborted = False
+        if self._members.keys() == set(worker_ids):
+            # Now a worker that joins is given this one.
+            self._joining.aborted = self._joining.packed is not packed
+        self._versions.send(packed.payload(self._number), worker_ids)
+        self._tell(Decision(self._number, packed.version, commit=True), worker_ids, None)
 
     def _connected(self, worker_id: int) -> None:
         """Act on another receiver in a worker's place, which has no version."""
