@@ -231,6 +231,18 @@ def test_a_send_reaches_who_came_right_before_it(who: str) -> None:
                 fleet.sender.remove_worker(worker_id)
 
 
+def test_a_worker_that_joins_gets_what_all_had_when_the_others_left(scheme: TwoPhase) -> None:
+    """The decision about the newest version, which worker 0 tries, then went to all workers."""
+    with Fleet(scheme, 2) as fleet:
+        fleet.send(0, 1)
+        pending = fleet.sender.send_async(worker_ids=[0])
+        fleet.sender.remove_worker(1)
+        assert fleet.receive(0).result(30) == 2
+        assert pending.wait().updated == (0,)
+        fleet.connect(fleet.sender.add_worker())
+        assert fleet.receivers[2].receive(20.0) == 1
+
+
 def test_late_workers_get_what_the_others_have_after_a_version_that_none_has(
     scheme: TwoPhase,
 ) -> None:

@@ -361,6 +361,10 @@ class TwoPhaseSender(SenderTransport):
         finally:
             self._remember(current, addressed, commit=commit)
             current.decided.acknowledge()
+        if not current.to_all and addressed == self._members.keys():
+            # Workers were removed meanwhile. The transport of decisions gives this one to a worker
+            # that joins, and that of versions gives it another version.
+            self._joining.aborted = True
         self._suspects |= current.failures.keys() | missing
         if not commit:
             self._abort(current, missing)
