@@ -26,6 +26,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_plugin_scale import AbortedError, Sharded, TwoPhase
+from sync_plugin_scale.two_phase import sender as two_phase_sender
 from sync_plugin_scale.two_phase.receiver import AGAIN
 from sync_testing.worker_groups import eventually
 
@@ -77,8 +78,7 @@ class Fleet:
 
         With ``give_up`` it is given up as soon as these workers have staged it.
         """
-        for tensor in self.model.values():
-            tensor.fill_(self.sender.version + 1)
+        self.fill(self.sender.version + 1)
         pending = self.sender.send_async(worker_ids=only, timeout=timeout)
         ended = threading.Event()
         calls = [self.threads.submit(self._serve, i, ended) for i in receiving]
@@ -93,6 +93,11 @@ class Fleet:
             ended.set()
             for call in calls:
                 call.result(30)
+
+    def fill(self, value: float) -> None:
+        """Give the trainer's model other weights."""
+        for tensor in self.model.values():
+            tensor.fill_(value)
 
     def _serve(self, worker_id: int, ended: threading.Event) -> None:
         while not ended.is_set():
@@ -260,6 +265,29 @@ def test_late_workers_get_what_the_others_have_after_a_version_that_none_has(
         for worker_id in (1, 2):
             assert fleet.receivers[worker_id].receive(20.0) == 2
         assert fleet.committed == {1: {0, 1, 2}, 2: {0, 1, 2}}
+
+
+def test_what_is_not_decided_yet_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that decides may be busy while the next version is sent."""
+    monkeypatch.setattr(two_phase_sender, "_PATIENCE", 0.05)
+    with Fleet("two_phase::thread", 2) as fleet:
+        fleet.send(0, 1)
+        transport: Any = fleet.sender._pipeline.transport
+        with transport._lock:
+            fleet.fill(2.0)
+            pending = fleet.sender.send_async()
+            for worker_id in (0, 1):
+                # It says yes, as this thread.
+                assert fleet.receivers[worker_id].receive(0.5) is None
+            pending.abandon()
+            fleet.fill(3.0)
+            pending = fleet.sender.send_async()
+        assert [fleet.receive(i).result(30) for i in (0, 1)] == [2, 2]
+        with pytest.raises(SendError):
+            pending.wait(0.0)
+        fleet.connect(0)
+        assert fleet.receivers[0].receive(20.0) == 2
+        assert fleet.values() == {0: {2.0}, 1: {2.0}}
 
 
 def test_a_worker_in_the_background_waits_for_the_others(scheme: TwoPhase) -> None:

@@ -245,6 +245,9 @@ class TwoPhaseSender(SenderTransport):
     def _pack(self, payload: Payload) -> _Packed:
         """Copy a version into memory of the sender's own."""
         used = {id(m.packed.block) for m in (*self._members.values(), self._joining) if m.packed}
+        if self._round is not None and not self._round.decided.ended:
+            # Workers may yet be sent it again.
+            used.add(id(self._round.packed.block))
         # What no worker needs is kept for one more version, and no longer.
         spare = [block for block in self._blocks if id(block) not in used]
         self._blocks = [block for block in self._blocks if id(block) in used]
