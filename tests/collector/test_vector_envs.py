@@ -25,6 +25,7 @@ from torch import nn
 
 from sync_collector.envs import ArrayEnv, CountingEnv, GymEnv
 from sync_collector.envs.adapt import as_env, stack_envs
+from sync_collector.envs.arrays import StepLostError
 from sync_collector.envs.gym import EnvOptions
 from sync_collector.envs.vector import VectorGymEnv
 from sync_collector.rollout import Rollout, RolloutOptions
@@ -276,6 +277,48 @@ def test_no_environment_acts_twice_where_another_is_interrupted(kind: str) -> No
     with pytest.raises(KeyboardInterrupt):
         rollout.collect()
     assert values(rollout.collect(), "next", "observation") == [[1, 2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("steps", [2, 4])
+def test_episodes_are_cut_where_a_vector_environment_is_interrupted(
+    mode: AutoresetMode, steps: int
+) -> None:
+    left = [8]  # the second environment's third step: of this batch, or the first of the next one
+    env = as_env(SyncVectorEnv([lambda: CountCutShort(left)] * 3, autoreset_mode=mode))
+    options = RolloutOptions(frames_per_batch=3 * steps, episode_stats=True)
+    rollout = Rollout(env, Left(), 0, options)
+    before = rollout.collect() if steps == 2 else None
+    with pytest.raises(KeyboardInterrupt):
+        rollout.collect()
+    batch = rollout.collect()
+    if before is not None:
+        assert not batch["next", "done"].any()
+        batch = torch.cat([before, batch], 1)
+    else:
+        assert values(batch, "next", "truncated") == [[False, True, False, False]] * 3
+    assert values(batch, "observation") == [[0, 1, 0, 1]] * 3
+    assert values(batch, "next", "observation") == [[1, 2, 1, 2]] * 3
+    assert values(batch, "next", "episode_length") == [[1, 2, 1, 2]] * 3
+    ids = batch["collector", "traj_ids"]
+    assert (ids[:, 0] == ids[:, 1]).all()
+    assert (ids[:, 2] == ids[:, 3]).all()
+    assert len(ids.unique()) == 6
+
+
+def test_a_vector_environment_that_is_stepped_after_an_exception() -> None:
+    left = [2]
+    env = VectorGymEnv(SyncVectorEnv([lambda: CountCutShort(left)] * 2))
+    action = torch.tensor([[1, 0]] * 2)
+    step = env.reset().set("action", action)
+    with pytest.raises(KeyboardInterrupt):
+        env.step(step)
+    with pytest.raises(
+        StepLostError, match=r"some of its environments may have acted; .* reset\(\)"
+    ):
+        env.step(step)
+    following = env.step(env.reset().set("action", action))["next"]
+    assert following["observation"].tolist() == [[1.0], [1.0]]
 
 
 def test_several_as_one_are_seeded_in_line_and_closed() -> None:

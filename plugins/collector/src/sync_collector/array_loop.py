@@ -11,7 +11,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from sync_collector.envs.arrays import ArrayEnv, Arrays, as_array, check_flags, entry, put_row
+from sync_collector.envs.arrays import (
+    ArrayEnv,
+    Arrays,
+    StepLostError,
+    as_array,
+    check_flags,
+    entry,
+    put_row,
+)
 from sync_collector.envs.normal import no_flags, outcome_of, spread
 from sync_collector.loops import BetweenSteps, Leaves, Steps, copy_of, leaves_of, recorded_of, stack
 from sync_collector.policies import TensorDictPolicy, TensorPolicy
@@ -125,6 +133,7 @@ class _Rows:
         action: chosen for the next step, which was cut short; None if it is still to be chosen.
         stepped: what the step being made gave; None before that.
         made: the steps made.
+        begins: see `Steps`.
     """
 
     steps: int
@@ -138,6 +147,7 @@ class _Rows:
     action: np.ndarray[Any, Any] | None = None
     stepped: tuple[Any, ...] | None = None
     made: int = 0
+    begins: bool = False
 
 
 class ArrayLoop:
@@ -206,7 +216,11 @@ class ArrayLoop:
                 self._check_action(action)
             rows.action = action
         if rows.stepped is None:
-            stepped = self._env.step_arrays(rows.action)
+            try:
+                stepped = self._env.step_arrays(rows.action)
+            except StepLostError:
+                self._cut_episodes(rows)
+                return
             check_flags(self._env, stepped)
             rows.stepped = stepped
         observation, rows.reward[t], rows.terminated[t], rows.truncated[t] = rows.stepped
@@ -214,6 +228,17 @@ class ArrayLoop:
         put_row(rows.seen, t + 1, observation)
         self._ended = rows.terminated[t] | rows.truncated[t]
         rows.action, rows.stepped, rows.made = None, None, t + 1
+
+    def _cut_episodes(self, rows: _Rows) -> None:
+        """Truncate all episodes with the step before, and begin others."""
+        t = rows.made
+        if t:
+            rows.truncated[t - 1] |= ~rows.terminated[t - 1]
+        else:
+            rows.begins = True
+        self._ended = None
+        self._carried.clear()
+        rows.action = None
 
     def _check_action(self, action: np.ndarray[Any, Any]) -> None:
         """Raise `TypeError` unless there is one for each environment of the batch."""
@@ -285,7 +310,7 @@ class ArrayLoop:
         root = {key: self._column(seen[: rows.steps]) for key, seen in rows.seen.items()}
         root |= no_flags((*self._batch, rows.steps)) | stack(rows.chooser.root, time)
         ended = outcome["done"].squeeze(-1)
-        return Steps(root, outcome, ended, torch.from_numpy(rows.versions))
+        return Steps(root, outcome, ended, torch.from_numpy(rows.versions), rows.begins)
 
     def _column(self, rows: np.ndarray[Any, Any]) -> Tensor:
         """Put time behind the batch dimensions."""

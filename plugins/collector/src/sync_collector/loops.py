@@ -128,12 +128,14 @@ class Steps:
         next: the outcome, by key.
         ended: after which steps an episode was over.
         versions: the version of the policy that acted in each step.
+        begins: whether the first step begins episodes, though the one before it ended none.
     """
 
     root: Leaves
     next: Leaves
     ended: Tensor
     versions: Tensor
+    begins: bool = False
 
 
 @dataclass(slots=True)

@@ -269,11 +269,14 @@ class Rollout:
         assert self._gathered is not None
         steps, ids_before, totals_before = self._gathered
         self._ids.load_state_dict(ids_before)
+        self._totals.load_state_dict(totals_before)
+        if steps.begins:
+            self._ids.restart()
+            self._totals.restart()
         ids = self._ids.label(steps.ended)
         root = {**steps.root, ("collector", "traj_ids"): ids}
         following = dict(steps.next)
         if self._options.episode_stats:
-            self._totals.load_state_dict(totals_before)
             following |= self._totals.add(steps.next, steps.ended)
         if self._options.track_policy_version:
             root["policy_version"] = steps.versions.expand(ids.shape).clone()

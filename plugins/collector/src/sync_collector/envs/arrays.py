@@ -260,6 +260,10 @@ def check_flags(env: object, stepped: ArrayStep) -> None:
         )
 
 
+class StepLostError(RuntimeError):
+    """A step was cut short, and environments that have acted in it would act twice."""
+
+
 def new_rows(
     specs: Mapping[Any, ArraySpec], shape: Sequence[int]
 ) -> dict[Any, np.ndarray[Any, Any]]:

@@ -17,7 +17,15 @@ from gymnasium.wrappers.vector import (
     RecordEpisodeStatistics,
 )
 
-from sync_collector.envs.arrays import REAL, ArrayEnv, Arrays, ArrayStep, as_numpy, put_row
+from sync_collector.envs.arrays import (
+    REAL,
+    ArrayEnv,
+    Arrays,
+    ArrayStep,
+    StepLostError,
+    as_numpy,
+    put_row,
+)
 from sync_collector.envs.gym import (
     EnvOptions,
     InfoKeys,
@@ -100,6 +108,8 @@ class VectorGymEnv(ArrayEnv):
         self._before: Arrays | None = None
         self._warned = False
         self._gives_last = self._mode is not AutoresetMode.SAME_STEP
+        # Whether a step has begun and not ended.
+        self._is_lost = False
         # The device of actions where the environment gives tensors; None where it gives arrays.
         self._device: torch.device | None = None
 
@@ -133,6 +143,7 @@ class VectorGymEnv(ArrayEnv):
         if mask is None:
             self._is_fresh[:] = False
             first = self._observed(*self._env.reset())
+            self._is_lost = False
             self._keep(first)
             return first
         left = mask & ~self._is_fresh
@@ -151,10 +162,20 @@ class VectorGymEnv(ArrayEnv):
         }
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
-        """Act in all of them."""
+        """Act in all of them.
+
+        Raises:
+            StepLostError: the last step was cut short; all are to be reset.
+        """
         given = self._action.decode_batch(action)
         if self._device is not None:
             given = torch.from_numpy(given).to(self._device)
+        if self._is_lost:
+            raise StepLostError(
+                f"the last step of {self._env} was cut short, by Ctrl-C or an error, and some of "
+                "its environments may have acted; reset all of them: reset()"
+            )
+        self._is_lost = True
         observation, *rest, infos = self._env.step(given)
         reward, *flags = map(as_numpy, rest)
         self._check_reward(reward)
@@ -167,6 +188,7 @@ class VectorGymEnv(ArrayEnv):
                 self._fresh = self._begun(outcome)
                 outcome = self._with_last(outcome, infos)
             self._keep(self._fresh if self._is_fresh.any() else outcome)
+        self._is_lost = False
         return outcome, reward, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
