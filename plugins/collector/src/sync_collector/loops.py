@@ -220,7 +220,8 @@ class TensorDictLoop:
     def _step(self, act: TensorDictPolicy, between_steps: BetweenSteps) -> None:
         if self._acted is None:
             version = between_steps()
-            given = self._begin()
+            # A copy, as a policy that is interrupted may have set entries that it begins with.
+            given = self._begin().copy()
             acted = act(given)
             if acted is not given:
                 # A policy may return what it has set and no more.
