@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -289,6 +290,24 @@ def test_an_observation_may_be_set_anew_in_another_form(env: Callable[..., Any])
     assert batch["observation"].tolist() == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
     assert batch["observation"].dtype == torch.float64
     assert batch["next", "observation"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_a_policy_that_was_interrupted_begins_again_with_the_observation(
+    env: Callable[..., Any],
+) -> None:
+    calls = itertools.count()
+
+    def act(td: TensorDictBase) -> TensorDictBase:
+        td["observation"] = 10 * td["observation"] + 1
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return td.set("action", torch.zeros(1))
+
+    made = rollout(env(9), act, frames=4)
+    with pytest.raises(KeyboardInterrupt):
+        made.collect()
+    assert made.collect()["observation"].flatten().tolist() == [1, 11, 21, 31]
 
 
 @pytest.mark.parametrize("env", ENVS)

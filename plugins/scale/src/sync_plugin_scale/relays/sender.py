@@ -24,8 +24,8 @@ _log = logging.getLogger("sync_core")
 _MOST_RESTARTS = 32
 # How long closing waits for a chunk that is being sent, in seconds; an estimate.
 _PATIENCE = 5.0
-#: An inner transport, a delivery of it, and its outcome.
-_Event: TypeAlias = tuple[int, Delivery, WorkerError | None]
+#: An inner transport, a delivery of it, and its outcome; or a worker, and a notice of it.
+_Event: TypeAlias = tuple[int, Delivery, WorkerError | None] | tuple[int, Notice]
 
 
 @dataclass(eq=False)
@@ -196,6 +196,9 @@ class ChunkedSender(SenderTransport):
 
     def _run(self) -> None:
         while (event := self._events.get()) is not None:
+            if len(event) == 2:
+                self._notify(*event)
+                continue
             lane, delivery, error = event
             with self._lock:
                 progress = self._workers.get(delivery.worker_id)
@@ -263,9 +266,9 @@ class ChunkedSender(SenderTransport):
             sent.watch(partial(_put, self._events, lane))
 
     def _hear(self, worker_id: int, notice: Notice) -> None:
-        # An acknowledgement is about a chunk.
+        # An acknowledgement is about a chunk. The sender learns others after the answers before.
         if notice.kind != "acknowledged":
-            self._notify(worker_id, notice)
+            self._events.put((worker_id, notice))
 
 
 def _refused_all(progress: _Progress) -> WorkerError:

@@ -497,13 +497,15 @@ class TwoPhaseSender(SenderTransport):
     def _heard(self, worker_id: int, notice: Notice) -> None:
         if notice.kind == "acknowledged":
             return  # a late worker has staged a version that was decided about
+        # The sender learns it after the answers that came before.
         if notice.kind == "connected":
             self._events.put(partial(self._connected, worker_id))
         else:
             self._events.put(partial(self._lost, worker_id, notice.reason))
-        self._notify(worker_id, notice)
+        self._events.put(partial(self._notify, worker_id, notice))
 
     def _heard_of_decision(self, worker_id: int, notice: Notice) -> None:
         decision = self._told.get(notice.version)
         if notice.kind == "acknowledged" and decision is not None and decision.commit:
-            self._notify(worker_id, Notice("acknowledged", decision.version))
+            told = Notice("acknowledged", decision.version)
+            self._events.put(partial(self._notify, worker_id, told))
