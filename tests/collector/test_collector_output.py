@@ -386,6 +386,26 @@ def test_what_postproc_raised_at_is_given_to_it_again() -> None:
         assert next(made) == [4.0, 5.0, 6.0, 7.0]
 
 
+def test_what_postproc_takes_out_of_a_batch_is_counted_and_given_to_it_again() -> None:
+    moods = [True, False, True]
+
+    def postproc(batch: TensorDictBase) -> TensorDictBase:
+        batch.pop("policy_version")
+        batch.pop("next")
+        if not moods.pop(0):
+            raise OSError("not now")
+        return batch
+
+    options: dict[str, Any] = {"batch": BatchOptions(postproc=postproc, episode_stats=True)}
+    with collector(lambda: CountingEnv(4), policy=Scale(), num_workers=1, **options) as made:
+        assert "next" not in next(made).keys()
+        with pytest.raises(OSError, match="not now"):
+            next(made)
+        next(made)
+        assert made.stats().episodes == 2
+        assert made.stats().episode_length == 4
+
+
 def test_the_background_goes_on_after_a_pause_that_was_too_short() -> None:
     buffer = Buffer(seconds=0.2)
     with collector(replay_buffer=buffer, num_workers=1) as made:

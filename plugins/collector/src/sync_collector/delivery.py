@@ -86,6 +86,8 @@ class Output:
         return self._finish(batch) if self.replay_buffer is None else None
 
     def _finish(self, batch: TensorDictBase) -> Any:
+        # A copy, without one of the tensors: the batch is counted afterwards, or finished again.
+        batch = batch.copy()
         if self.split_trajs:
             batch = split_trajectories(batch)
         return batch if self.postproc is None else _given("postproc", self.postproc, batch)
