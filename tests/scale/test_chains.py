@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 
-from sync_core import Address, OptionError, Receiver, Sender, registry
+from sync_core import Address, OptionError, Receiver, Sender, WorkerState, registry
 from sync_core.errors import NotAPluginError, PluginNotFoundError
 from sync_plugin_scale import Chunked, Increments, Relay, TwoPhase
 from sync_testing import SchemeConformance
+from sync_testing.worker_groups import eventually
 
 
 @pytest.mark.long
@@ -90,3 +94,20 @@ def test_a_chain_whose_distribution_is_not_installed(
     monkeypatch.setattr(registry, "installed", lambda group: others)
     with pytest.raises(PluginNotFoundError, match="type: pip install sync-plugin-scale"):
         registry.find(registry.SCHEMES, f"{name}::shm")
+
+
+@pytest.mark.parametrize("scheme", ["chunked::thread", "two_phase::thread"])
+def test_a_worker_that_leaves_right_after_its_answer_is_lost(scheme: str) -> None:
+    """The thread that acts on answers may be late; what a transport knows at once is not newer."""
+    with Sender(scheme, {"w": torch.ones(4)}, num_workers=1) as sender:
+        transport: Any = sender._pipeline.transport
+        receiver = Receiver(sender.address(0), {"w": torch.zeros(4)})
+        pending = sender.send_async()
+        if scheme.startswith("two_phase"):
+            assert receiver._transport._stage(time.monotonic() + 30)  # type: ignore[attr-defined]
+            assert transport._round.decided.wait(30)
+        with transport._lock:
+            assert receiver.receive(30) == 1
+            receiver.close()
+        assert pending.wait().updated == (0,)
+        assert eventually(lambda: sender.workers[0].state is WorkerState.LOST, 30.0)
