@@ -20,6 +20,14 @@ def nested():
     env = CountingEnv()
     return env
 
+class Ends(CountingEnv):
+    def reset(self, td=None, /):
+        return super().reset(td).exclude("done", "truncated")
+
+    def step(self, td, /):
+        td = super().step(td)
+        return td.set("next", td["next"].exclude("done", "truncated"))
+
 def several():
     return gymnasium.make_vec("CartPole-v1", num_envs=4, vectorization_mode="vector_entry_point")
 """
@@ -34,7 +42,12 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("factory", "workers"),
-    [("Pendulum-v1", ["1", "2"]), ("envs_to_tune:nested", ["1"]), ("envs_to_tune:several", ["1"])],
+    [
+        ("Pendulum-v1", ["1", "2"]),
+        ("envs_to_tune:nested", ["1"]),
+        ("envs_to_tune:Ends", ["1"]),
+        ("envs_to_tune:several", ["1"]),
+    ],
 )
 def test_measures_and_suggests(
     factory: str,

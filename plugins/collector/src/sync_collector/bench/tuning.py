@@ -26,6 +26,7 @@ from sync_collector import Collector
 from sync_collector.bench.training import change
 from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.arrays import speaks_arrays
+from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import FLAGS, Env, close_env, random_policy, reset_env
 from sync_core import OptionError
 
@@ -170,7 +171,7 @@ def _timed(env: Env, seconds: float) -> tuple[list[float], list[float]]:
     """Return the seconds of steps and of resets of all environments together."""
     clock, steps, resets = time.perf_counter, list[float](), list[float]()
     end = clock() + seconds
-    ended = True
+    ended, conventions = True, Conventions(env)
     root: Any = None
     while clock() < end or len(steps) < _LEAST_STEPS:
         if ended:
@@ -185,12 +186,12 @@ def _timed(env: Env, seconds: float) -> tuple[list[float], list[float]]:
             # A batched environment is reset once all of its environments have ended.
             ended = bool((torch.as_tensor(terminated) | torch.as_tensor(truncated)).all())
         else:
-            acted = random_policy(env)(root.copy())
+            acted = random_policy(env, conventions.action_key)(root.copy())
             begin = clock()
             stepped = env.step(acted)
             steps.append(clock() - begin)
             root = stepped["next"].exclude("reward")
-            ended = bool(root["done"].all())
+            ended = bool(conventions.ended_now(stepped["next"]).all())
     return steps, resets
 
 
@@ -243,7 +244,7 @@ def _actor(make: Callable[[], Any], envs: int, width: int) -> Actor:
     env = made[0] if envs == 1 else stack_envs(made)
     try:
         root = reset_env(env)
-        act = random_policy(env)
+        act = random_policy(env, Conventions(env).action_key)
         before = set(root.keys(include_nested=True, leaves_only=True))
         drawn = [act(root.copy()) for _ in range(16)]
         chosen = [
