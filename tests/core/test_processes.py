@@ -13,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from sync_plugin_std.workers import WorkerProcess, fork_server_pids, start_process
+from sync_plugin_std.workers import (
+    WorkerProcess,
+    fork_server_pids,
+    processes,
+    start_process,
+)
 from sync_plugin_std.workers.processes import FreshProcess
 from sync_testing import descendants, eventually
 
@@ -153,6 +158,24 @@ def test_the_reply_to_an_interrupted_request_is_not_read_by_the_next(program: st
         signal.signal(signal.SIGALRM, before)
     with evaluating(program, "os.getpid()") as (reading, process):
         assert os.read(reading, 100) == str(process.pid).encode()
+
+
+@linux
+def test_a_request_that_was_asked_again_of_another_server_is_served_once(program: str) -> None:
+    late = int(evaluate(program, "os.getppid()"))
+    server = processes._current._server
+    assert server is not None
+    server._control.settimeout(0.1)
+    reading, writing = os.pipe()
+    os.kill(late, signal.SIGSTOP)
+    try:
+        process = start_process(f"{program}:evaluate", "'once '", fds=[writing])
+    finally:
+        os.kill(late, signal.SIGCONT)
+        os.close(writing)
+    with open(reading) as lines:
+        assert lines.read() == "once "
+    assert process.exited(30)
 
 
 def test_a_fresh_interpreter(program: str) -> None:

@@ -177,6 +177,12 @@ class _Server:
             self._asked = False
             return
         request, descriptors = received
+        if _has_hung_up(self._control):
+            # It waited for the answer as long as it does, and has asked another server.
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._asked = False
+            return
         status, status_end = os.pipe()
         pid = os.fork()
         if not pid:
@@ -229,6 +235,13 @@ def _signal_group(group: int, number: signal.Signals) -> bool:
     except (ProcessLookupError, PermissionError):
         return False
     return True
+
+
+def _has_hung_up(control: socket.socket) -> bool:
+    """Return whether the process that asks has closed its end, with requests that are not read."""
+    asked = select.poll()
+    asked.register(control, 0)
+    return any(found & select.POLLHUP for _, found in asked.poll(0))
 
 
 def _receive(control: socket.socket) -> tuple[ForkRequest, list[int]] | None:
