@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -42,6 +43,39 @@ class Paid(CountingEnv):
 def make(policy: Any = None, **options: Any) -> Collector:
     given: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 4, **options}
     return Collector(lambda: Paid(4), policy, timeout=20.0, **given)
+
+
+class Whole(nn.Module):
+    """Acts with itself and a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.rest = Policy(), Policy()
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return 10 * self.part.forward(observation) + self.rest.forward(observation)
+
+
+@pytest.mark.parametrize("names", [["policy.part"], ["policy", "policy.part"], ["policy"]])
+def test_the_whole_policy_is_evaluated_where_a_part_of_it_is_sent(names: list[str]) -> None:
+    policy = Whole()
+    schemes = dict.fromkeys(names, "thread")
+    with make(policy, scheme=None, weight_sync_schemes=schemes) as collector:
+        assert collector.evaluate(1).rewards == (0.0,)
+        with torch.no_grad():
+            policy.part.weight.fill_(1.0)
+            policy.rest.weight.fill_(2.0)
+        assert collector.evaluate(1).rewards == (4 * 12.0,)
+
+
+@pytest.mark.parametrize("act", [lambda net: net, lambda net: net.forward, functools.partial])
+def test_a_policy_that_workers_share_is_evaluated_as_it_is_now(act: Any) -> None:
+    policy = Policy()
+    with make(act(policy), scheme="none") as collector:
+        assert collector.evaluate(1).rewards == (0.0,)
+        with torch.no_grad():
+            policy.weight.fill_(2.0)
+        assert collector.evaluate(1).rewards == (8.0,)
 
 
 def test_episodes_are_new_ones_without_a_seed_and_the_same_with_one() -> None:

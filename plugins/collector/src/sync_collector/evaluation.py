@@ -15,6 +15,7 @@ from torch import Tensor
 from sync_collector.collector_worker import CollectorWorker, WorkerSpecs
 from sync_collector.episodes import totals_of
 from sync_collector.model_weights import ModelWeights
+from sync_collector.policies import called_module
 from sync_collector.rollout import BatchRequest, random_state, seed_process, set_random_state
 from sync_collector.schemes import POLICY
 from sync_core.checks import check_count, check_integer, check_seconds
@@ -164,8 +165,12 @@ class Evaluator:
             for name, sender in self._weights.senders.items()
             if name in own and (name != POLICY or given is None)
         }
+        module = called_module(self._specs.policy)
         if given is not None:
             current[POLICY] = named_tensors(given)
+        elif POLICY not in current and module is not None and (tensors := named_tensors(module)):
+            # Where parts of it are sent, or workers call a method of the trainer's own.
+            current = {POLICY: tensors, **current}
         elif POLICY not in own and self._specs.policy is None and self._specs.policy_fns[0]:
             current[POLICY] = self._read_model(POLICY)
         return current
