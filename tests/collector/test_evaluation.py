@@ -78,6 +78,37 @@ def test_a_policy_that_workers_share_is_evaluated_as_it_is_now(act: Any) -> None
         assert collector.evaluate(1).rewards == (8.0,)
 
 
+class Number(nn.Module):
+    """Has a number that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1.0
+
+
+class Moody(Policy):
+    """Acts with the mode and the number of a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Number()
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        mode = 100.0 if self.inner.training else 0.0
+        return (self.weight + mode + self.inner.number).expand(observation.shape)
+
+
+def test_modes_and_numbers_of_the_policy_are_as_they_are_now() -> None:
+    policy = Moody()
+    with make(policy) as collector:
+        assert collector.evaluate(1).rewards == (4 * 101.0,)
+        policy.eval()
+        policy.inner.number = 2.0
+        assert collector.evaluate(1).rewards == (4 * 2.0,)
+        policy.train()
+        assert collector.evaluate(1).rewards == (4 * 102.0,)
+
+
 def test_episodes_are_new_ones_without_a_seed_and_the_same_with_one() -> None:
     with make(Policy(), scheme="none") as collector:
         results = [collector.evaluate(2, deterministic=False).rewards for _ in range(3)]

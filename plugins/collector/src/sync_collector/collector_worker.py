@@ -319,6 +319,11 @@ class CollectorWorker:
             self._models.write({**weights, **{name: self._models.read(name) for name in kept}})
             self._models.set_version(version)
 
+    def resemble(self, policy: Any) -> None:
+        """Have the modes and numbers of another policy; see `WorkerModels.resemble`."""
+        with self._in_use():
+            self._models.resemble(policy)
+
     def set_version(self, version: int) -> None:
         """Have this version of the policy, which came another way."""
         self._models.set_version(max(version, self._models.version))

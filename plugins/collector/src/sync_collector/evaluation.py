@@ -105,6 +105,7 @@ class Evaluator:
             worker = self._made(deterministic)
             version = self._weights.version
             worker.begin_with(self._current(given), version)
+            worker.resemble(self._specs.policy)
             worker.start_over(0, version, version)
             if seed is not None:
                 worker.set_seed(seed, False)

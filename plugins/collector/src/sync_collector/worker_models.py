@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sync_collector.policies import module_of
+from sync_collector.policies import called_module, module_of
 from sync_collector.schemes import POLICY, is_part
 from sync_core import (
     Address,
@@ -235,6 +235,21 @@ class WorkerModels:
         for name in saved:
             if (on_commit := self._on_commit(name)) is not None:
                 on_commit(self.version)
+
+    def resemble(self, policy: Any) -> None:
+        """Have what no tensor says of a policy: its modes (``training``), numbers and flags.
+
+        Args:
+            policy: the policy that this one is a copy of; modules that it lacks stay.
+        """
+        module, other = called_module(getattr(self._parts, POLICY, None)), called_module(policy)
+        if module is None or other is None:
+            return
+        others = dict(other.named_modules())
+        for path, part in module.named_modules():
+            for name, value in vars(others.get(path, part)).items():
+                if type(value) in (bool, int, float):
+                    vars(part)[name] = value
 
     def check(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Raise unless `write` can write these weights.
