@@ -69,6 +69,21 @@ def test_the_timeline_follows_each_worker(recorded: Path) -> None:
     assert all(0 <= start < end for _, _, start, end, _ in drawn.bars)
 
 
+def test_workers_of_a_trainer_that_was_started_again_have_none_of_its_versions(
+    recorded: Path,
+) -> None:
+    with Sender("thread", nn.Linear(2, 2), num_workers=2, layers=[Record(recorded)]) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        for _ in range(2):
+            pending = sender.send_async()
+            receiver.receive()
+            with pytest.raises(SendError):
+                pending.wait(0)
+    drawn = timeline(read(recorded))
+    first, second = (drawn.workers["policy", i] for i in range(2))
+    assert (first.held, first.lag, second.held, second.lag) == (2, 0, 0, 2)
+
+
 def test_nothing_in_a_page_comes_from_elsewhere(recorded: Path) -> None:
     text = page(read(recorded), "<run>")
     assert not re.search(r"https?://|src=|href=|@[A-Z]+@", text)

@@ -61,6 +61,7 @@ class Timeline:
     end: float = 1e-3
     workers: dict[tuple[str, int], WorkerHistory] = field(default_factory=dict)
     _senders: dict[str, int] = field(default_factory=dict)
+    _newest: dict[str, int] = field(default_factory=dict)
 
     def add(self, report: Mapping[str, Any], began: float, ended: float) -> None:
         """Add a report.
@@ -72,6 +73,11 @@ class Timeline:
         """
         model, version = report["model_id"], report["version"]
         self.end = max(self.end, ended)
+        if version == 1 < self._newest.get(model, 1):
+            # A trainer that was started again: its workers have none of its versions yet.
+            for (of, _), worker in self.workers.items():
+                worker.held = 0 if of == model else worker.held
+        self._newest[model] = version
         sender = self._senders.setdefault(model, len(self.rows))
         if sender == len(self.rows):
             self.rows.append(f"{model}: sender")
