@@ -20,7 +20,7 @@ from sync_core import (
     SendError,
 )
 from sync_core.errors import AddressError
-from sync_plugin_scale import Chunked, Relay, Sharded, join_addresses
+from sync_plugin_scale import Chunked, Pool, Relay, Sharded, join_addresses
 from sync_testing.schemes import DeliveryCases, FaultCases, LifetimeCases, ProtocolCases
 
 pytestmark = pytest.mark.timeout(60)
@@ -229,6 +229,12 @@ def test_what_cannot_be_relayed_is_refused() -> None:
         address = sender.address(0)
         with pytest.raises(AddressError, match=r"type Sender\(Chunked\(.dist., mb=4\), …\)"):
             Relay(address, num_workers=1)
+    with (
+        Sender("chunked::shm", policy, num_workers=0) as sender,
+        Pool(sender) as pool,
+        pytest.raises(AddressError, match=r"type Relay\(sender.address\(sender.add_worker\(\)\)"),
+    ):
+        Relay(pool.address(), num_workers=1)
     for size in (0, float("nan"), True):
         with pytest.raises(OptionError, match="mb must be a size in MB"):
             Chunked("thread", mb=size)

@@ -13,6 +13,7 @@ from sync_core import (
     Address,
     Answer,
     Delivery,
+    IndirectEndpoint,
     SenderLostError,
     SyncError,
     WorkerError,
@@ -71,6 +72,11 @@ class Relay:
             raise AddressError(
                 f"a relay needs the address of a sender that sends chunks, got {address!r:.200}; "
                 "type Sender(Chunked('dist', mb=4), …)"
+            )
+        if isinstance(address.endpoint, IndirectEndpoint):
+            raise AddressError(
+                "a relay needs the address of one worker, got that which the workers of a pool "
+                "share; type Relay(sender.address(sender.add_worker()), num_workers=…)"
             )
         self._address = replace(
             address, token=secrets.token_hex(16), options={**address.options, **options}
