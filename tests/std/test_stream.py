@@ -265,6 +265,12 @@ def test_a_layer_gets_the_tensors_of_a_stream() -> None:
 CUT: dict[str, tuple[Tensor, list[Any]]] = {
     "split": (torch.arange(32.0).view(8, 4), [Split({"qkv": {"q": 4, "k": 2, "v": 2}})]),
     "unstack": (torch.arange(24.0).view(2, 4, 3), [Unstack({"qkv.weight": "#.weight"})]),
+    "split into elements": (torch.arange(2.0), [Split({"qkv": {"k": 1, "v": 1}})]),
+    "unstack scalars": (torch.arange(3.0), [Unstack({"qkv.weight": "#.weight"})]),
+    "cut twice to elements": (
+        torch.arange(4.0).view(2, 2),
+        [Unstack({"qkv.weight": "qkv.#"}), Split({"qkv": {"k": 1, "v": 1}})],
+    ),
     "cut twice": (
         torch.arange(32.0).view(2, 4, 4),
         [Unstack({"qkv.weight": "qkv.#"}), Split({"qkv": {"k": 2, "v": 2}})],

@@ -105,6 +105,9 @@ class Regrouping:
         update = yield
         tensors = update.tensors
         if self._known is None or self._known[0] is not update.layout:
+            # Elements of an expanded tensor, such as a stand-in for weights to come, have one
+            # address, so that parts of it would look tied.
+            tensors = tuple(t.contiguous() if 0 in t.stride() else t for t in tensors)
             sources = self._regroup(update.layout, strict=self._known is None)
             self._check_blocks(update.layout, sources)
             layout = Layout.of({name: source.make(tensors) for name, source in sources.items()})
