@@ -15,6 +15,7 @@ import torch
 
 from sync_core import (
     Answer,
+    CapacityError,
     LayoutMismatchError,
     OptionError,
     Receiver,
@@ -265,6 +266,30 @@ def test_late_workers_get_what_the_others_have_after_a_version_that_none_has(
         for worker_id in (1, 2):
             assert fleet.receivers[worker_id].receive(20.0) == 2
         assert fleet.committed == {1: {0, 1, 2}, 2: {0, 1, 2}}
+
+
+def test_a_worker_that_cannot_be_sent_what_all_have_fails_no_send(scheme: TwoPhase) -> None:
+    with Fleet(scheme, 3) as fleet:
+        fleet.send(0, 1, 2)
+        assert fleet.send(0, give_up=True).updated == ()
+        transport: Any = fleet.sender._pipeline.transport
+        send, refused = transport._versions.send, threading.Event()
+
+        def send_to_all_but_the_third(payload: Any, worker_ids: Any) -> Any:
+            if 2 in worker_ids:
+                refused.set()
+                raise CapacityError("no memory for one more version")
+            return send(payload, worker_ids)
+
+        transport._versions.send = send_to_all_but_the_third
+        pending = fleet.sender.send_async(worker_ids=[0, 1])
+        fleet.connect(2)  # another receiver, which lacks what all have
+        assert refused.wait(30)
+        calls = [fleet.receive(worker_id) for worker_id in (0, 1)]
+        assert [call.result(30) for call in calls] == [3, 3]
+        assert pending.wait().updated == (0, 1)
+        transport._versions.send = send
+        assert fleet.send(0, 1, 2).updated == (0, 1, 2)
 
 
 def test_what_is_not_decided_yet_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -473,8 +473,14 @@ class TwoPhaseSender(SenderTransport):
         if self._members.keys() == set(worker_ids):
             # Now a worker that joins is given this one.
             self._joining.aborted = self._joining.packed is not packed
-        self._versions.send(packed.payload(self._number), worker_ids)
-        self._tell(Decision(self._number, packed.version, commit=True), worker_ids, None)
+        try:
+            self._versions.send(packed.payload(self._number), worker_ids)
+            self._tell(Decision(self._number, packed.version, commit=True), worker_ids, None)
+        except Exception:
+            # The version that is on its way to others is decided about all the same.
+            _log.exception("workers %s are not sent version %d", worker_ids, packed.version)
+            for member in (*map(self._members.__getitem__, worker_ids), self._joining):
+                member.aborted = True
 
     def _connected(self, worker_id: int) -> None:
         """Act on another receiver in a worker's place, which has no version."""
