@@ -7,7 +7,7 @@ import io
 import itertools
 import multiprocessing
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv, GymEnv
 from sync_collector.episodes import PER_WORKER
-from sync_collector.testing import Scale
-from sync_core import ApplyContext, PendingSend, SendError, hookimpl
+from sync_collector.testing import Scale, values
+from sync_core import ApplyContext, PendingSend, RemoteCallError, SendError, hookimpl
+from sync_plugin_std.workers import gather
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -393,6 +394,85 @@ def test_an_environment_that_cannot_be_saved() -> None:
     assert following["observation"].flatten().tolist() == [3, 4, 5]
     assert batch["observation"].flatten().tolist() == [0, 1, 2]
     assert batch["collector", "traj_ids"].tolist() == [1, 1, 1]
+
+
+class FailsOnce(CountingEnv):
+    """Fails in the seventh step of all that are made."""
+
+    def __init__(self, steps: Iterator[int]) -> None:
+        super().__init__(100)
+        self._all = steps
+
+    def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+        if next(self._all) == 6:
+            raise ValueError("the simulator is not reachable")
+        return super().step(tensordict)
+
+
+@pytest.mark.parametrize("remedy", ["restart", "drop"])
+def test_a_state_where_a_batch_has_failed(remedy: str) -> None:
+    steps = itertools.count()
+    make = [lambda: FailsOnce(steps), lambda: CountingEnv(100)]
+    options: dict[str, Any] = {"workers": "thread", "sync": True, "frames_per_batch": 8}
+    with collector(make, Scale(), num_workers=2, on_worker_failure=remedy, **options) as made:
+        next(made)
+        made._requests.ask(0)
+        with pytest.raises(RemoteCallError):
+            gather({0: made._pool.workers[0].batch}, 30.0, "fail")  # type: ignore[dict-item]
+        assert len(made.state_dict()["workers"]) == (1 if remedy == "drop" else 2)
+        batch = next(made)
+    assert values(batch, "observation")[-1] == [4.0, 5.0, 6.0, 7.0]
+    assert len(batch) == (1 if remedy == "drop" else 2)
+
+
+def test_a_worker_that_failed_in_a_batch_begins_new_episodes_from_a_state() -> None:
+    steps = itertools.count()
+    make = [lambda: CountingEnv(100), lambda: FailsOnce(steps)]
+    options: dict[str, Any] = {"num_workers": 2, "frames_per_batch": 4}
+    with collector(make, Scale(), on_worker_failure="quarantine", **options) as made:
+        for _ in range(4):
+            next(made)
+        with pytest.warns(UserWarning, match=r"workers \[1\] cannot be saved"):
+            state = saved(made)
+    with collector(make, Scale(), **options) as made:
+        made.load_state_dict(state)
+        batches = [next(made) for _ in range(2)]
+    seen = {int(b["collector", "traj_ids"][0]) // PER_WORKER: b for b in batches}
+    assert values(seen[1], "observation") == [0, 1, 2, 3]
+    assert values(seen[1], "next", "observation") == [1, 2, 3, 4]
+    assert values(seen[0], "observation")[0] > 0
+
+
+def test_a_seed_for_a_worker_that_hangs_while_another_is_replaced() -> None:
+    may_step = threading.Event()
+
+    class Hangs(CountingEnv):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            may_step.wait(60)
+            return super().step(tensordict)
+
+    options: dict[str, Any] = {"workers": "thread", "on_worker_failure": "restart", "timeout": 1.0}
+    with collector(lambda: Hangs(100), Scale(), frames_per_batch=2, **options) as made:
+        pool, joins = made._pool, list[bool]()
+
+        def replace() -> None:
+            # As where a worker is replaced: the second lock is taken when it joins.
+            with pool._replacing:
+                may_begin.set()
+                while pool.lock.acquire(blocking=False):
+                    pool.lock.release()
+                joins.append(pool.lock.acquire(timeout=30))
+                pool.lock.release()
+            may_step.set()
+
+        may_begin = threading.Event()
+        made._requests.ask(0)
+        thread = threading.Thread(target=replace)
+        thread.start()
+        assert may_begin.wait(30)
+        assert made.set_seed(0) == 1
+        thread.join()
+    assert joins == [True]
 
 
 def test_gym_environments_that_do_not_pickle_what_they_are_doing() -> None:

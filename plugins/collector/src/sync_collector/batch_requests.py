@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from sync_collector.collector_worker import CollectorWorker
 from sync_collector.policies import PolicyError, policy_errors
 from sync_collector.rollout import BatchRequest
-from sync_collector.worker_pool import PoolWorker, WorkerPool
+from sync_collector.worker_pool import FailedBatchesError, PoolWorker, WorkerPool
 from sync_core import WorkerError, WorkerLostError, WorkerTimeoutError
 from sync_core.transports import uninterrupted
 
@@ -174,6 +174,7 @@ class BatchRequests:
 
         Raises:
             WorkerTimeoutError: a worker was not ready in time.
+            FailedBatchesError: the same, where other workers are to replace those.
         """
         held: list[int] = []
         try:
@@ -182,6 +183,11 @@ class BatchRequests:
                 self.hold(worker_id)
             batches = self._under_way()
             _, late = wait(batches.values(), self._timeout)
+            if late and self._pool.parallel and self._pool.on_worker_failure == "restart":
+                # Not here, where the caller may hold a lock that those which replace them take.
+                raise self._dropped(
+                    [self._late(i) for i, batch in batches.items() if batch in late]
+                )
             if late and not self._see_to_overdue():
                 raise self._late(min(i for i, batch in batches.items() if batch in late))
             yield
@@ -196,7 +202,18 @@ class BatchRequests:
 
         Raises:
             RemoteCallError: a worker failed.
+            FailedBatchesError: the same, where something is done about it.
         """
+        ended = [batch.exception() for worker, batch in self._ended if worker.batch is batch]
+        failures = [
+            error
+            for error in ended
+            if isinstance(error, WorkerError)
+            and not isinstance(error, WorkerLostError)
+            and not isinstance(error.__cause__, PolicyError)
+        ]
+        if failures and self._pool.on_worker_failure != "raise":
+            raise self._dropped(failures)
         batches = {
             worker.worker_id: batch.result()
             for worker, batch in self._ended
@@ -405,6 +422,12 @@ class BatchRequests:
                 self.drop(worker.worker_id)
                 self.ask(worker.worker_id)
         return bool(overdue)
+
+    def _dropped(self, failures: Sequence[WorkerError]) -> FailedBatchesError:
+        """Drop the batches of workers that have failed, and return the error about them."""
+        for failure in failures:
+            self.drop(failure.worker_id)
+        return FailedBatchesError(failures)
 
     def _late(self, worker_id: int) -> WorkerTimeoutError:
         waits = "iterate again to continue waiting, as a collector in the background does, or "

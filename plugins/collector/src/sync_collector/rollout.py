@@ -315,13 +315,15 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next batch depends on; ``"env"`` is None if it is not saved.
 
-        Of random states, it has that of its process only.
+        It is not in the middle of a batch, which an error has cut short: the environment is ahead
+        of the frames. Of random states, it has that of its process only.
         """
+        is_ahead = self._loop.midway() or self._gathered is not None
         state = {
             "ids": self._ids.state_dict(),
             "totals": self._totals.state_dict(),
             "loop": self._loop.state_dict(),
-            "env": save_env(self._env),
+            "env": None if is_ahead else save_env(self._env),
             "random": random_state() if self._options.owns_process else None,
         }
         # An action may be a view of a parameter that the trainer has written to since.

@@ -54,6 +54,8 @@ class State:
     def save(self) -> dict[str, Any]:
         """Everything; whatever changes afterwards does not change it."""
         ids = self.pool.ids
+        # One that is being removed may have made a batch too, which is lost.
+        made = {i: batch for i, batch in self.requests.made().items() if i in ids}
         workers = self.pool.gather_all("save its state", CollectorWorker.state_dict)
         lost = [i for i, state in zip(ids, workers, strict=True) if state["env"] is None]
         if lost:
@@ -63,8 +65,6 @@ class State:
                 "(sync_collector.envs.Env)",
                 stacklevel=6,
             )
-        # One that is being removed may have made a batch too, which is lost.
-        made = {i: batch for i, batch in self.requests.made().items() if i in ids}
         return {
             "delivery": self.delivery.state_dict(),
             "version": self.weights.version,

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -39,6 +39,18 @@ OnWorkerFailure = Literal["raise", "restart", "drop", "quarantine"]
 _IN_A_ROW = 3
 # The longest quarantine, in timeouts: a silent worker costs a sixteenth of the time, at most.
 _LONGEST_QUARANTINE = 16
+
+
+class FailedBatchesError(Exception):
+    """Batches that cannot be made, found where workers cannot be replaced.
+
+    Args:
+        failures: how each worker has failed.
+    """
+
+    def __init__(self, failures: Sequence[WorkerError]) -> None:
+        super().__init__(", ".join(map(str, failures)))
+        self.failures = failures
 
 
 @dataclass(slots=True, eq=False)
@@ -413,6 +425,9 @@ class WorkerPool:
                 return function()
             except WorkerLostError as lost:
                 self.remedy(lost)
+            except FailedBatchesError as failed:
+                for failure in failed.failures:
+                    self.remedy(failure)
 
     def see_through(self, update: Callable[[], Sent]) -> Sent | SendReport:
         """Send weights, and remedy workers that have died or do not answer.
