@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from contextlib import suppress
+from itertools import count
 
 import pytest
 import torch
@@ -173,12 +174,14 @@ class FaultCases(SchemeCases):
     def test_an_interrupted_send_tears_no_version(self, start: Start) -> None:
         policy = make_policy()
         workers = start(policy, 1, timeout=10.0)
+        numbers = count(1)
 
         def send(moment: int | None = None) -> int:
             """Start a send of weights that hold the version's number; how many moments it has."""
-            fill(policy, float(workers.sender.version + 1))
+            number = next(numbers)
+            fill(policy, float(number))
             with interrupted(moment) as moments:
-                workers.sender.send_async()
+                workers.sender.send_async(version=number)
             with suppress(PendingSendError, SendError):
                 workers.sender.wait_async(0)
             return moments.count
@@ -186,16 +189,16 @@ class FaultCases(SchemeCases):
         def stage_during(moment: int | None = None) -> int:
             """Let the worker stage what a send shows, and write to all slots that are free."""
             staging = workers.pool.submit(0, Worker.stage)
-            count = send(moment)
+            moments = send(moment)
             for _ in range(3):
                 send()
             assert ended([staging], "stage()") != [None], RECEIVED
             version = workers.pool.call(0, Worker.commit_staged)
             assert workers.values() == [{float(version)}], f"after an interrupt at {moment}"
-            return count
+            return moments
 
-        count = max(stage_during() for _ in range(2))
-        for moment in range(0, count, max(1, count // _INTERRUPTS)):
+        moments = max(stage_during() for _ in range(2))
+        for moment in range(0, moments, max(1, moments // _INTERRUPTS)):
             stage_during(moment)
         assert workers.send().updated == (0,), REPORT
 
