@@ -155,6 +155,34 @@ def test_a_gathered_checkpoint_leaves_out_what_a_checkpoint_does() -> None:
             assert "frequencies" in sender.address(0).layout.names
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_trained_of_a_gathered_model_is_selected(*, several: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def module() -> nn.Module:
+        made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+        made[0].requires_grad_(False)
+        return made
+
+    with process_group():
+        model, copy = module(), module()
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))  # type: ignore[attr-defined]
+        source = gathered({"policy": model} if several else model)
+        target = {"policy": copy} if several else copy
+        nbytes = []
+        with Sender("thread", source, num_workers=1, layers=["select"]) as sender:
+            receiver = Receiver(sender.address(0), target)
+            for _ in range(2):
+                pending = sender.send_async()
+                receiver.receive()
+                nbytes.append(pending.wait().nbytes)
+        assert nbytes[0] > 10 * nbytes[1]
+        assert all(
+            torch.equal(mine, theirs.full_tensor())  # type: ignore[attr-defined]
+            for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True)
+        )
+
+
 def test_gather_is_a_function_now() -> None:
     with pytest.raises(OptionError, match=r"no argument 'gather'; type .*gathered\(model\)"):
         Sender("thread", nn.Linear(1, 1), num_workers=1, gather=True)

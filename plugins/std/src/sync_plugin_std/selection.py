@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
-from sync_core.models import place_of, tensor_finder
+from sync_core.models import modules_in, place_of, plain_name, tensor_finder
 from sync_plugin_std.fingerprints import fingerprints
 from sync_plugin_std.left_out import LATER
 
@@ -156,7 +156,11 @@ class Select:
             return {}
         if self._find is None or self._find[0] is not model:
             self._find = model, tensor_finder(model, "tensordict")
-        return self._find[1]()
+        try:
+            return self._find[1]()
+        except ModelError:
+            # Of a module that is sharded, and was sent by gathered(model).
+            return dict(_named_parameters(model))
 
     def _moved(self, rest: Mapping[str, Tensor]) -> set[str]:
         """Return the names of the tensors that are not as they were given last, and note them."""
@@ -250,6 +254,13 @@ class Select:
             f"{name!r}, which the layer Select leaves out, was changed after the sender was made, "
             "and send_rest=False does not send it; make a new sender, or leave that out"
         )
+
+
+def _named_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in modules_in(model):
+        plain = plain_name(module)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield prefix + plain(name), parameter
 
 
 def _stand_in(tensors: Iterable[Tensor]) -> bool:
