@@ -195,3 +195,23 @@ def test_a_worker_in_quarantine_is_waited_for_where_the_others_were_removed(
         begin = time.monotonic()
         assert int(next(made)["collector", "traj_ids"].max()) == 0
         assert time.monotonic() - begin < 30
+
+
+def test_all_that_were_asked_fail_as_the_quarantine_of_another_ends(tmp_path: Path) -> None:
+    class FailsLate(Flaky):
+        def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
+            if self._made == 12:
+                pool.workers[1].retry_at = 0.0
+            return super().step(tensordict)
+
+    make = [lambda: FailsLate(tmp_path / "flag", "raise"), lambda: CountingEnv(100_000)]
+    options: dict[str, Any] = {"scheme": "thread", "frames_per_batch": 8, "timeout": 60.0}
+    with Collector(make, on_worker_failure="quarantine", sync=True, **options) as made:
+        pool = made._pool
+        for _ in range(3):
+            assert next(made).batch_size == (2, 4)
+        pool.workers[1].retry_at = time.monotonic() + 60
+        # The first worker alone is asked, and fails in its thirteenth step.
+        batch = next(made)
+    assert batch.batch_size == (1, 4)
+    assert int(batch["collector", "traj_ids"].min()) >> 32 == 1

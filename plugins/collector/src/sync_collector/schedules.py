@@ -31,9 +31,12 @@ class Synchronous:
             ValueError: the parts differ in shape, keys or dtypes; they are kept.
         """
         del wanted
-        for worker_id in self._pool.ids:
-            self._requests.ask(worker_id)
-        parts = self._requests.wait_all()
+        parts: dict[int, TensorDictBase] = {}
+        # None where all that were asked have failed, and the quarantine of others is over by then.
+        while not parts:
+            for worker_id in self._pool.ids:
+                self._requests.ask(worker_id)
+            parts = self._requests.wait_all()
         _check_alike(parts)
         together: TensorDictBase = stack(list(parts.values()))
         return self._requests.take(parts, TakenBatch(None, together))
