@@ -174,7 +174,7 @@ def test_a_policy_that_does_not_fit_is_not_replaced() -> None:
             return None
 
     with (
-        collector(CountingEnv, Silent(), "restart") as made,
+        collector(CountingEnv, Silent(), "restart", timeout=60.0) as made,
         pytest.raises(PolicyError, match="the policy returned a NoneType"),
     ):
         next(made)
