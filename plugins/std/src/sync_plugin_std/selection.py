@@ -129,7 +129,7 @@ class Select:
         self._given.update(dict.fromkeys((*chosen, *moved), context.version))
         self._copy(given, context)
         self._leave_out(update, known, given, context)
-        if self._send_rest and len(chosen) < len(known.specs):
+        if "left-out" in self.followed_by and len(chosen) < len(known.specs):
             update.extras[LATER] = torch.empty(0)
         return update
 
