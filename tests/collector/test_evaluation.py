@@ -116,7 +116,7 @@ def test_episodes_are_new_ones_without_a_seed_and_the_same_with_one() -> None:
         results = []
         for _ in range(2):
             results.append(collector.evaluate(2, deterministic=False, seed=3).rewards)
-            # What the trainer draws changes nothing, nor does another evaluation.
+            # Numbers that the trainer draws change nothing, nor does another evaluation.
             torch.rand(1)
             collector.evaluate(2, deterministic=False)
         assert results[0] == results[1]

@@ -225,7 +225,7 @@ def test_a_worker_that_has_committed_too_late_is_current_when_it_joins_again(
         assert receiver.confirm() == 1
 
         def is_current() -> bool:
-            # What it has comes again; a busy machine may take more than one call for that.
+            # Its version comes again; a busy machine may take more than one call for that.
             assert receiver.receive(0.5) is None
             return sender.workers[1].state is WorkerState.CURRENT
 

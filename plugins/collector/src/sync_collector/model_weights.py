@@ -296,7 +296,7 @@ class ModelWeights:
             ids: the workers.
         """
         self.required = dict.fromkeys(ids, sent)
-        # What a policy is sent is newer than all that its parts were sent before.
+        # Weights of a whole policy are newer than all that its parts were sent before.
         older = set(filter(is_part, {*self._last, *self._of_all})) - sent.keys()
         replaced = {*sent, *(older if POLICY in sent else ())}
         self._last = {n: given for n, given in self._last.items() if n not in replaced}

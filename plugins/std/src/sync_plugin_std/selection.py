@@ -196,7 +196,7 @@ class Select:
         if len(sent) < len(everything) or len(given) < len(everything):
             tensors = self._find_tensors(sent, given, whole, context)
             found = dict(zip(sent, tensors, strict=True))
-            # What the model has may differ by now from what the other workers were given.
+            # The model may hold other values by now than the other workers were given.
             more = {n: t for n, t in found.items() if n not in given and n in self._fingerprints}
             self._given.update(dict.fromkeys(self._moved(more), context.version))
             positions = tuple(whole.index[name] for name in sent)
