@@ -211,12 +211,13 @@ worker 0: RPC was shut down in this process while running <lambda>
 """
 
 
+@pytest.mark.timeout(120)
 def test_a_world_that_the_user_has_begun(tmp_path: Path) -> None:
     names = ("trainer", "left", "middle", "right")
     peers = [start(PEER, names[i], i, tmp_path / "store") for i in (1, 2, 3)]
     trainer = start(TRAINER, "trainer", 0, tmp_path / "store")
     try:
-        out, err = trainer.communicate(timeout=50)
+        out, err = trainer.communicate(timeout=110)
     finally:
         for process in (trainer, *peers):
             process.kill()
