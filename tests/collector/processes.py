@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import torch
 from tensordict import TensorDictBase
 
 from sync_collector import Collector
@@ -48,3 +49,14 @@ MODELS: list[dict[str, Any]] = [
         "models": {"critic": Scale()},
     },
 ]
+
+
+class Renaming(Scale):
+    """Has another name for its weight in its state_dict."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}w"] = self.weight if keep_vars else self.weight.detach()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[f"{prefix}w"])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from gymnasium.wrappers import TimeLimit
 from tensordict import TensorDict, TensorDictBase
+from tests.collector.processes import Renaming
 from torch import Tensor, nn
 
 from sync_collector import Collector
@@ -50,17 +51,6 @@ class Tied(Scale):
     def __init__(self) -> None:
         super().__init__()
         self.again = self.weight
-
-
-class Renaming(Scale):
-    """Has another name for its weight in its state_dict."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}w"] = self.weight if keep_vars else self.weight.detach()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
-        with torch.no_grad():
-            self.weight.copy_(state_dict[f"{prefix}w"])
 
 
 class Offset(CountingEnv):

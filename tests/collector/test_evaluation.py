@@ -79,7 +79,7 @@ def test_a_policy_that_workers_share_is_evaluated_as_it_is_now(act: Any) -> None
 
 
 class Number(nn.Module):
-    """Has a number that is no tensor."""
+    """Has a plain number beside its tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tests.collector.processes import MODELS, Pid, collector, kill, versions
+from tests.collector.processes import MODELS, Pid, Renaming, collector, kill, versions
 from torch import Tensor
 
 from sync_collector import WorkerOptions
@@ -30,17 +30,6 @@ from sync_core import (
 )
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
-
-
-class Renaming(Scale):
-    """Has another name for its weight in its state_dict."""
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[f"{prefix}w"] = self.weight if keep_vars else self.weight.detach()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *_: Any) -> None:
-        with torch.no_grad():
-            self.weight.copy_(state_dict[f"{prefix}w"])
 
 
 def seat(batch: TensorDictBase) -> int:
