@@ -300,7 +300,9 @@ class CallingTransport(SenderTransport):
         while (event := self._events.get()) is not None:
             try:
                 worker, handle = event
-                handle(worker)
+                # Removed workers must not delay the others, not even for the lock.
+                if self.workers.get(worker.worker_id) is worker:
+                    handle(worker)
             except Exception:
                 # The thread lives for the other workers.
                 _log.exception("the result of a call into worker %d is lost", event[0].worker_id)
