@@ -151,6 +151,50 @@ def test_the_state_dict_strategy_sends_what_is_saved_where_it_is_loaded() -> Non
     assert target.scale.tolist() == [3.0, 3.0]
 
 
+class KeepsScale(Scaled):
+    """The same, and it keeps the tensor that it loads."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        self.scale = state.pop(f"{prefix}weight.scale")
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Assigns(nn.Linear):
+    """A module whose parameters become the tensors that it loads."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict(*args, **options, assign=True)
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+@pytest.mark.parametrize("kind", [KeepsScale, Assigns])
+def test_what_a_module_keeps_of_a_state_dict_stays_as_it_was_loaded(
+    scheme: str, kind: type[nn.Module]
+) -> None:
+    source, target = kind(), kind()
+
+    def show(module: nn.Module) -> list[float]:
+        return [t.unique().item() for t in named_tensors(module, "state_dict").values()]
+
+    def fill(value: float) -> None:
+        for tensor in named_tensors(source, "state_dict").values():
+            tensor.detach().fill_(value)
+
+    with Sender(scheme, source, num_workers=1, strategy="state_dict", timeout=30) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for version in range(1, 8):
+            fill(version)
+            pending = sender.send_async()
+            if version == 1:
+                assert receiver.receive(30) == 1
+            pending.abandon()
+            assert set(show(target)) == {1.0}
+        receiver.close()
+
+
 class WritesWhenSaved(nn.Linear):
     """A module that writes a buffer when it is saved, and reads that when it is loaded."""
 

@@ -95,7 +95,8 @@ def _load_state_dict(module: nn.Module, named: Mapping[str, Tensor]) -> None:
             if name in named:
                 buffer.copy_(named[name])
         plain = plain_name(module)
-        given = {key: named[plain(key)] for key in state if plain(key) in named}
+        # Copies, since a module may keep what it loads, and the memory is another version's later.
+        given = {key: named[plain(key)].clone() for key in state if plain(key) in named}
         refused = module.load_state_dict(given, strict=False).unexpected_keys
     if refused:
         raise ModelError(
