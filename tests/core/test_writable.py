@@ -174,6 +174,17 @@ def test_tied_tensors_are_one() -> None:
         Binding(tied).write(Update.of({name: torch.ones(3, 3) for name in "abc"}))
 
 
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_tensors_that_are_tied_after_a_commit_are_one(zero_copy: bool) -> None:
+    target = linears(3)
+    binding = Binding(target)
+    update = Binding(linears(3)).read()
+    binding.write(update, zero_copy=zero_copy)
+    target[1].weight = target[0].weight
+    with pytest.raises(LayoutMismatchError, match="one tensor in the model and two"):
+        binding.write(update, zero_copy=zero_copy)
+
+
 def test_tied_tensors_stay_tied_when_a_zero_copy_receiver_leaves() -> None:
     def tied(value: float) -> nn.ParameterDict:
         weight = nn.Parameter(torch.full((3,), value))

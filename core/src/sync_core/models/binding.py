@@ -172,7 +172,7 @@ class Binding:
         if cast and (zero_copy or self._extra_state):
             update, theirs = self._cast(update)
         if zero_copy and not self._loads_state_dicts:
-            self._prepare_pointing(theirs)
+            self._prepare_pointing(theirs, partial=partial)
         else:
             self._check_places(theirs, partial=partial, cast=cast)
         if self._extra_state:
@@ -241,12 +241,15 @@ class Binding:
             self._check_writable(named)
             self._places = Places(named.values())
 
-    def _prepare_pointing(self, layout: Layout) -> None:
+    def _prepare_pointing(self, layout: Layout, *, partial: bool) -> None:
         """Find what is pointed and what is copied into; see `_check_places`."""
         check_memory(self._named)
         if self._pointing is None or not self._pointing.is_for(self._named, layout):
             from sync_core.models.memory import ParameterViews
 
+            # Tensors of another model than before may have been tied.
+            self._lay_out(self._named)
+            check_match(layout, self._known.layout, partial=partial)
             self._check_writable(self._named)
             self._pointing = ParameterViews(self._named, layout, self._module_prefixes())
 
