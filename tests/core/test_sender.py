@@ -225,6 +225,21 @@ def test_a_model_may_be_registered_later() -> None:
         assert sender.address(0).layout.names == ("weight", "bias")
 
 
+def test_weights_with_which_no_transport_was_made_fix_no_layout() -> None:
+    with Sender("file", num_workers=1, directory="/proc/nowhere") as sender:
+        sender.check(nn.Linear(2, 2))
+        for weights in (nn.Linear(3, 3), nn.Linear(4, 4)):
+            for call in (sender.register_model, sender.send):
+                with pytest.raises(sync_core.OptionError, match="/proc/nowhere"):
+                    call(weights)
+        assert sender.model is None
+    with Sender("thread", num_workers=0) as sender:
+        sender.check(nn.Linear(2, 2))
+        sender.register_model(nn.Linear(3, 3))
+        with pytest.raises(sync_core.LayoutMismatchError, match="with which the sender was made"):
+            sender.check(nn.Linear(2, 2))
+
+
 def test_the_model_is_looked_up_in_the_context_at_every_send() -> None:
     trainer = SimpleNamespace(policy=nn.Linear(2, 2))
     target = nn.Linear(2, 2)

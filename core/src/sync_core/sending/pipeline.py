@@ -64,7 +64,6 @@ class Source:
         adapt: Callable[[Any], Any] | None = None,
     ) -> None:
         self.model: Any = None
-        self.layout: Layout | None = None
         #: The object from which weights were read last; None for tensors given by hand.
         self.found: Any = None
         #: Whether the weights read last were given in place of the model's.
@@ -77,10 +76,12 @@ class Source:
         self._given: Binding | None = None
         self._known: KnownLayout | None = None
 
-    def read(self, weights: Any = None) -> Update:
+    def read(self, weights: Any, agreed: Layout | None) -> Update:
         """The weights given, or else the model's, as an update that aliases them.
 
-        The first weights read fix the layout; later ones must fit it.
+        Args:
+            weights: what is read; None for the model.
+            agreed: the layout that they must fit; None before one was agreed.
 
         Raises:
             ModelError: there are none, or they cannot travel, or have to and the scheme moves
@@ -96,7 +97,7 @@ class Source:
             update = own.read()
         else:
             update = self._read(self.model if weights is None else weights)
-        if self.layout is None:
+        if agreed is None:
             if not update.layout.specs:
                 raise ModelError("the weights hold no tensors, so there is nothing to send")
             # As in a state_dict under DeepSpeed ZeRO-3. A shard may be empty in other shapes.
@@ -107,15 +108,14 @@ class Source:
                     "that is partitioned: with deepspeed.zero.GatheredParameters("
                     "list(model.parameters())): sender.send()"
                 )
-            self.layout = update.layout
-        if update.layout is not self.layout:
-            if update.layout == self.layout:
-                update = Update(self.layout, update.source)
+        elif update.layout is not agreed:
+            if update.layout == agreed:
+                update = Update(agreed, update.source)
             else:
                 is_own = weights is None or weights is self.model
                 # Workers do not hold a tensor that the model has lost as the model does.
                 partial = self._partial and not (is_own and self.found is self.model)
-                update = conform(dict(update.items()), self.layout, partial=partial, own=is_own)
+                update = conform(dict(update.items()), agreed, partial=partial, own=is_own)
         return update
 
     def own_tensors(self) -> Mapping[str, Tensor]:
@@ -315,6 +315,7 @@ class Pipeline:
         #: The name of the scheme.
         self.scheme = self._backend.name
         self.transport: SenderTransport | None = None
+        self._agreed: Layout | None = None
         #: Makes an address from a worker's id and its endpoint, once the transport is open.
         self.make_address: Callable[..., Address]
         self._context: TransportContext
@@ -330,6 +331,11 @@ class Pipeline:
     def takes_worker_paths(self) -> bool:
         """Return whether handles of workers may be paths in the sender's context."""
         return "worker_paths" in self._backend.capabilities
+
+    @property
+    def agreed(self) -> Layout | None:
+        """Return the layout that all weights must fit; None while the transport is not open."""
+        return None if self.transport is None else self._agreed
 
     def open(
         self,
@@ -385,6 +391,7 @@ class Pipeline:
             # It must not keep the sender alive.
             self._context = replace(transport_context, make_address=None, notify=unheard)
             self._close = release_with(self, transport.close)
+            self._agreed = update.layout
             self.transport = transport
 
     def address(self, worker_id: int) -> Address:

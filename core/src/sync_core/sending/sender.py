@@ -187,7 +187,7 @@ class Sender(Updater):
         self._check_open()
         before, self._source.model = self._source.model, model
         try:
-            update = self._source.read()
+            update = self._read()
             if self._pipeline.transport is None:
                 self._open(update, model)
         except BaseException:
@@ -520,7 +520,7 @@ class Sender(Updater):
         addressed = self._members.ids
         if worker_ids is not None:
             addressed = normalize(worker_ids, addressed)
-        update = self._source.read(given)
+        update = self._read(given)
         with read_to_its_end(update):
             transport = self._pipeline.transport or self._open(update, given)
             due = addressed
@@ -572,10 +572,10 @@ class Sender(Updater):
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
         self._check_open()
-        self._source.read(weights)
+        self._read(weights)
 
-    def _read(self) -> Update:
-        return self._source.read()
+    def _read(self, weights: Any = None) -> Update:
+        return self._source.read(weights, self._pipeline.agreed)
 
     def wait_async(self, timeout: float | None = None) -> SendReport:
         """Wait for the pending send; see `PendingSend.wait`.
