@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from sync_core import (
+    BindContext,
     CalledReceivers,
     Layout,
     OptionError,
     Payload,
+    PluginNotFoundError,
     ReceiverTransport,
     Sender,
     SendError,
@@ -110,8 +112,8 @@ def agents() -> Iterator[list[Agent]]:
         agent.thread.shutdown()
 
 
-def to(agents: list[Agent], value: float = 1.0) -> Sender:
-    return Sender(CallsScheme(), linear(value), workers=agents, timeout=10.0)
+def to(agents: list[Agent], value: float = 1.0, **options: Any) -> Sender:
+    return Sender(CallsScheme(), linear(value), workers=agents, timeout=10.0, **options)
 
 
 def test_a_receiver_is_made_once(agents: list[Agent]) -> None:
@@ -204,6 +206,30 @@ def test_the_newer_of_two_senders_takes_over(agents: list[Agent]) -> None:
             new.send()
             with pytest.raises(SendError, match="in an agent: another sender has taken over 'pol"):
                 old.send()
+        assert eventually(lambda: not agents[0].requests[-1].version)
+        assert old.send(linear(3.0)).updated == (0, 1)
+
+
+class NotInstalled:
+    """A layer that its sender has, and no worker."""
+
+    def bind(self, context: BindContext) -> NotInstalled:
+        if context.side == "receiver":
+            raise PluginNotFoundError("there is no such layer here")
+        return self
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self) -> Generator[None, bool, bool]:
+        return (yield)
+
+
+def test_a_sender_that_could_not_take_over_gives_the_place_back(agents: list[Agent]) -> None:
+    with to(agents) as old:
+        old.send()
+        with to(agents[:1], layers=[NotInstalled()]) as new:
+            for _ in range(2):
+                with pytest.raises(SendError, match="in an agent: PluginNotFoundError: there is"):
+                    new.send()
         assert eventually(lambda: not agents[0].requests[-1].version)
         assert old.send(linear(3.0)).updated == (0, 1)
 

@@ -101,9 +101,10 @@ class CalledReceiver:
                 self.replaced_by(taken_over(request))
             self.close()
             self.inbox = HandedTransport()
+            # Before what may raise: the sender that takes over gives the place back when it closes.
+            self.token = request.token
             model, where = self.find_model(request, context)
             self.receiver = Receiver(self.connect(request.address), model, context=where)
-            self.token = request.token
             self._joined = self.joined(request.address)
         try:
             self.commit(self.receiver, request, content)
