@@ -15,7 +15,12 @@ pytest.importorskip("tree", reason="RLlib needs dm_tree, lz4, ormsgpack and scip
 
 from ray.rllib.algorithms.impala import IMPALAConfig
 from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
+from ray.rllib.core.rl_module import MultiRLModuleSpec, RLModuleSpec
+from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
+from ray.rllib.examples.envs.classes.multi_agent import MultiAgentCartPole
+from ray.tune.registry import register_env
 
 from sync_core import OptionError
 from sync_plugin_ray.rllib import EnvRunnerWeights, sync_env_runners
@@ -44,26 +49,34 @@ def ppo(request: pytest.FixtureRequest) -> Iterator[Any]:
         algorithm.stop()
 
 
-def _of_runner(runner: Any) -> tuple[int, dict[str, Any]]:
-    """Return the version with which a runner samples, and its weights."""
+def _of_runner(runner: Any) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the version with which a runner samples, and the weights of its modules."""
     runner.receive_weights()
-    return runner.weights_version, {n: t.numpy() for n, t in runner.module.state_dict().items()}
+    several = isinstance(runner, MultiAgentEnvRunner)
+    modules = dict(runner.module.items()) if several else {"default_policy": runner.module}
+    return runner.weights_version, {
+        module_id: {name: tensor.numpy() for name, tensor in module.state_dict().items()}
+        for module_id, module in modules.items()
+    }
 
 
-def _of_learner(learner: Any) -> dict[str, torch.Tensor]:
-    states = learner.module["default_policy"].unwrapped().state_dict()
-    return {name: tensor.clone() for name, tensor in states.items()}
+def _of_learner(learner: Any) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        module_id: {n: t.clone() for n, t in module.unwrapped().state_dict().items()}
+        for module_id, module in learner.module.items()
+    }
 
 
-def _check_runners(algorithm: Any, version: int) -> int:
+def _check_runners(algorithm: Any, version: int, *module_ids: str) -> int:
     """Check that runners have a version of the learner's weights, and return how many they are."""
     held = algorithm.env_runner_group.foreach_env_runner(_of_runner)
     (learned,) = [each.get() for each in algorithm.learner_group.foreach_learner(_of_learner)]
-    for found, weights in held:
-        assert found == version
-        assert weights
-        for name, array in weights.items():
-            np.testing.assert_array_equal(array, learned[name].numpy(), err_msg=name)
+    for found, modules in held:
+        assert (found, set(modules)) == (version, {*(module_ids or ["default_policy"])})
+        for module_id, weights in modules.items():
+            assert weights
+            for name, array in weights.items():
+                np.testing.assert_array_equal(array, learned[module_id][name].numpy(), name)
     return len(held)
 
 
@@ -97,6 +110,51 @@ def test_impala_refreshes_runners_that_sample_meanwhile() -> None:
                 break
         else:
             pytest.fail(f"runners have versions {versions}")
+    finally:
+        algorithm.stop()
+
+
+def _for(agent_id: int, *_: Any, **__: Any) -> str:
+    return f"p{agent_id}"
+
+
+def _for_others(agent_id: int, *_: Any, **__: Any) -> str:
+    return f"p{2 * agent_id}"
+
+
+@pytest.mark.timeout(480)
+def test_modules_come_and_go() -> None:
+    register_env("agents", lambda _: MultiAgentCartPole(config={"num_agents": 2}))
+    alone = MultiAgentCartPole(config={"num_agents": 1})
+    spaces = {
+        "observation_space": alone.observation_spaces[0],
+        "action_space": alone.action_spaces[0],
+    }
+    config = PPOConfig().training(train_batch_size=200, minibatch_size=100, num_epochs=1)
+    config.environment("agents").env_runners(num_env_runners=1)
+    config.multi_agent(policies={"p0", "p1"}, policy_mapping_fn=_for)
+    config.rl_module(
+        rl_module_spec=MultiRLModuleSpec(
+            rl_module_specs={
+                "p0": RLModuleSpec(),
+                "p1": RLModuleSpec(),
+                # Runners have none of it.
+                "learned": RLModuleSpec(DefaultPPOTorchRLModule, **spaces, learner_only=True),
+            }
+        )
+    )
+    algorithm = sync_env_runners(config, "shm", timeout=30.0).build_algo()
+    try:
+        assert _check_runners(algorithm, 1, "p0", "p1") == 2
+        spec = RLModuleSpec.from_module(algorithm.get_module("p0"))
+        algorithm.add_module("p2", spec, new_agent_to_module_mapping_fn=_for_others)
+        assert _check_runners(algorithm, 2, "p0", "p1", "p2") == 2
+        algorithm.train()
+        assert _check_runners(algorithm, 3, "p0", "p1", "p2") == 2
+        algorithm.remove_module("p2", new_agent_to_module_mapping_fn=_for)
+        assert _check_runners(algorithm, 4, "p0", "p1") == 2
+        algorithm.train()
+        assert _check_runners(algorithm, 5, "p0", "p1") == 2
     finally:
         algorithm.stop()
 

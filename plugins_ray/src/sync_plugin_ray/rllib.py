@@ -26,6 +26,8 @@ __all__ = ["EnvRunnerWeights", "sync_env_runners"]
 _log = logging.getLogger("sync_core")
 # Of a learner, in its process.
 _SENDERS: WeakKeyDictionary[Any, _LearnerWeights] = WeakKeyDictionary()
+# What a learner with other modules than before returns in place of a version.
+_OTHER_MODULES = 0
 
 
 def sync_env_runners(
@@ -103,7 +105,7 @@ class EnvRunnerWeights:
     """
 
     module: Any
-    _address: Address | None = None
+    _connected: tuple[Address, float, Sequence[str]] | None = None
     _receiver: Receiver | None = None
     _expected = 0
     _seconds = 60.0
@@ -113,17 +115,23 @@ class EnvRunnerWeights:
         """The version with which the runner acts."""
         return 0 if self._receiver is None else self._receiver.version
 
-    def connect_weights(self, address: Address, timeout: float) -> None:
+    def weight_names(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the tensors of each module that the runner has, by its id."""
+        return {mid: tuple(module.state_dict()) for mid, module in self._modules().items()}
+
+    def connect_weights(self, address: Address, timeout: float, module_ids: Sequence[str]) -> None:
         """Receive from this address from now on.
 
         Args:
             address: of the learner's sender.
             timeout: seconds within which an expected version comes.
+            module_ids: of the modules that the sender sends.
         """
-        self._address, self._seconds = address, timeout
+        self._connected = address, timeout, module_ids
+        self._seconds = timeout
         self._disconnect()
-        module = self.module
-        models = dict(module.items()) if hasattr(module, "items") else {DEFAULT_MODULE_ID: module}
+        own = self._modules()
+        models = {module_id: own[module_id] for module_id in module_ids}
         self._receiver = Receiver(address, models, timeout=timeout)
 
     def expect_weights(self, version: int) -> None:
@@ -157,13 +165,17 @@ class EnvRunnerWeights:
     def make_module(self) -> None:
         """Make the module as RLlib does; one that was connected is connected again."""
         super().make_module()  # type: ignore[misc]
-        if self._address is not None:
-            self.connect_weights(self._address, self._seconds)
+        if self._connected is not None:
+            self.connect_weights(*self._connected)
 
     def stop(self) -> None:
         """Stop as RLlib does, and leave the sender."""
         self._disconnect()
         super().stop()  # type: ignore[misc]
+
+    def _modules(self) -> dict[str, Any]:
+        module = self.module
+        return dict(module.items()) if hasattr(module, "items") else {DEFAULT_MODULE_ID: module}
 
     def _disconnect(self) -> None:
         receiver, self._receiver = self._receiver, None
@@ -199,19 +211,29 @@ class _WeightSync:
 
     def __init__(self, algorithm: Any, setup: _Setup) -> None:
         self._group, self._learners = algorithm.env_runner_group, algorithm.learner_group
+        self._setup = setup
         self._timeout = setup.timeout
         self._sync_weights = self._group.sync_weights
         self._sync_states = self._group.sync_env_runner_states
-        remote = self._group.healthy_worker_ids()
-        ids = [*([0] if self._group.local_env_runner is not None else []), *remote]
-        options = dict(setup.options)
-        self._addresses: Mapping[int, Address] = self._first(
-            partial(_open_sender, scheme=setup.scheme, ids=tuple(ids), options=options)
-        )
-        self.connect(ids)
+        self._open()
         self._group.sync_weights = self.sync_weights
         self._group.sync_env_runner_states = self.sync_states
         self._refresh()
+
+    def _open(self) -> None:
+        """Make the sender, of what learners and runners have both, and connect the runners."""
+        local = self._group.local_env_runner
+        remote = self._group.healthy_worker_ids()
+        if local is not None:
+            names = local.weight_names()
+        else:
+            found = self._group.foreach_env_runner("weight_names", timeout_seconds=self._timeout)
+            names = next(iter(found), None)
+        ids = [*([0] if local is not None else []), *remote]
+        self._module_ids, self._addresses = self._first(
+            partial(_open_sender, setup=self._setup, worker_ids=tuple(ids), names=names)
+        )
+        self.connect(ids)
 
     def connect(self, ids: Sequence[int]) -> None:
         """Connect runners with the sender, which gives each the newest version."""
@@ -220,7 +242,13 @@ class _WeightSync:
             if address is None:
                 address = self._first(partial(_add_worker, worker_id=worker_id))
                 self._addresses = {**self._addresses, worker_id: address}
-            self._on_runner(worker_id, "connect_weights", address=address, timeout=self._timeout)
+            self._on_runner(
+                worker_id,
+                "connect_weights",
+                address=address,
+                timeout=self._timeout,
+                module_ids=self._module_ids,
+            )
 
     def sync_weights(
         self, *args: Any, from_worker_or_learner_group: Any = None, **kwargs: Any
@@ -241,6 +269,9 @@ class _WeightSync:
     def _refresh(self) -> None:
         """Send the learner's weights, and let the runners wait for them before they sample."""
         version = self._first(_send)
+        if version == _OTHER_MODULES:
+            self._open()
+            version = self._first(_send)
         self._group.foreach_env_runner_async(
             "expect_weights", tag="expect_weights", kwargs={"version": version}
         )
@@ -268,46 +299,95 @@ class _WeightSync:
 
 
 class _LearnerWeights:
-    """The sender of a learner, in the learner's process."""
+    """The sender of a learner, in the learner's process.
 
-    def __init__(self, learner: Any, scheme: Any, ids: Sequence[int], options: Any) -> None:
-        # By module: the names of what runners have of it.
-        self._names = {
-            module_id: tuple(module.unwrapped().get_state(inference_only=True))
-            for module_id, module in learner.module.items()
-        }
+    Args:
+        learner: the learner.
+        setup: what the sender is made from.
+        worker_ids: of the runners.
+        names: of what runners have of each module; None where no runner is there to tell.
+        before: what it takes the place of; closed by the first `send`, as runners sample with it
+            until they are connected with this one.
+    """
+
+    def __init__(
+        self,
+        learner: Any,
+        setup: _Setup,
+        worker_ids: Sequence[int],
+        names: Mapping[str, tuple[str, ...]] | None,
+        before: _LearnerWeights | None,
+    ) -> None:
+        self._learned = set(learner.module.keys())
+        if names is None:
+            names = {
+                module_id: tuple(module.unwrapped().get_state(inference_only=True))
+                for module_id, module in learner.module.items()
+            }
+        self._names = {mid: names[mid] for mid in names if mid in self._learned}
+        self._before = before
         self._pending: PendingSend | None = None
-        chosen = {"on_failure": "quarantine", **options}
-        self.sender = Sender(scheme, self._read(learner), num_workers=0, **chosen)
-        for worker_id in ids:
+        options = {"on_failure": "quarantine", **dict(setup.options)}
+        self.sender = Sender(setup.scheme, self._read(learner), num_workers=0, **options)
+        for worker_id in worker_ids:
             self.sender.add_worker(worker_id)
+        if before is not None:
+            self.sender.advance(before.sender.version)
+
+    @property
+    def module_ids(self) -> tuple[str, ...]:
+        """Return the ids of the modules that are sent."""
+        return tuple(self._names)
 
     def send(self, learner: Any) -> int:
-        """Send, without waiting for the runners, and return the version."""
+        """Send, without waiting for the runners, and return the version.
+
+        Nothing is sent where the learner has got or lost modules: the sender's layout lacks them.
+        """
+        if set(learner.module.keys()) != self._learned:
+            return _OTHER_MODULES
+        if self._before is not None:
+            self._before.close()
+            self._before = None
+        self._end_pending()
+        self._pending = self.sender.send_async(self._read(learner))
+        return self._pending.version
+
+    def close(self) -> None:
+        """Close the sender."""
+        self._end_pending()
+        self.sender.close()
+
+    def _end_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None and not pending.done():
             pending.abandon("a newer version is sent")
         elif pending is not None:
             pending.wait()
-        self._pending = self.sender.send_async(self._read(learner))
-        return self._pending.version
 
     def _read(self, learner: Any) -> dict[str, dict[str, torch.Tensor]]:
-        states = {mid: module.unwrapped().state_dict() for mid, module in learner.module.items()}
+        states = {mid: learner.module[mid].unwrapped().state_dict() for mid in self._names}
         return {
-            module_id: {name: states[module_id][name] for name in names}
+            module_id: {
+                name: states[module_id][name] for name in names if name in states[module_id]
+            }
             for module_id, names in self._names.items()
         }
 
 
 def _open_sender(
-    learner: Any, *, scheme: Any, ids: Sequence[int], options: Any
-) -> dict[int, Address] | None:
-    """Make the sender, in the first learner; others return None."""
+    learner: Any,
+    *,
+    setup: _Setup,
+    worker_ids: Sequence[int],
+    names: Mapping[str, tuple[str, ...]] | None,
+) -> tuple[tuple[str, ...], dict[int, Address]] | None:
+    """Make the sender, in the first learner, in place of the one before; others return None."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return None
-    _SENDERS[learner] = weights = _LearnerWeights(learner, scheme, ids, options)
-    return {worker_id: weights.sender.address(worker_id) for worker_id in ids}
+    weights = _LearnerWeights(learner, setup, worker_ids, names, _SENDERS.get(learner))
+    _SENDERS[learner] = weights
+    return weights.module_ids, {i: weights.sender.address(i) for i in worker_ids}
 
 
 def _add_worker(learner: Any, *, worker_id: int) -> Address | None:
