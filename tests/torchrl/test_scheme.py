@@ -245,6 +245,9 @@ def test_workers_with_other_weights_and_other_models(connect: Connect) -> None:
         assert [values(model) for model in acting.values()] == [{5.0}, {6.0}]
         with pytest.raises(UnknownWorkerError, match=r"no workers \[2\]; this scheme has \[0, 1\]"):
             trainer.send({2: linear(0.0)})
+        with pytest.raises(OptionError, match=r"no weights for the workers \[1\]; give"):
+            trainer.send({0: linear(4.0)}, worker_ids=[0, 1])
+        assert [values(model) for model in acting.values()] == [{5.0}, {6.0}]
     finally:
         trainer.shutdown()
 

@@ -178,6 +178,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
 
         Raises:
             SendError: some workers failed; the others have the weights.
+            OptionError: a dict has no weights for a worker that is named; nothing was sent.
             UnknownWorkerError: no such worker; nothing was sent.
             LayoutMismatchError: the model has other names or shapes than before.
         """
@@ -215,6 +216,11 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             chosen = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
         if unknown := [index for index in chosen if index not in known]:
             raise UnknownWorkerError(f"there are no workers {unknown}; this scheme has {known}")
+        if by_worker and (lacking := [index for index in chosen if index not in weights]):
+            raise OptionError(
+                f"there are no weights for the workers {lacking}; give worker_ids= those of "
+                f"{sorted(weights)}, or leave it out"
+            )
         if not self.per_worker_weights:
             return {None: weights}, chosen
         return {index: weights[index] if by_worker else weights for index in chosen}, chosen
