@@ -4,7 +4,7 @@
     python .ci/versions.py tensordict pluggy   # some
     python .ci/versions.py --record            # and write the table into docs/start/install.md
 
-Each run has an environment of its own, in which one version differs from constraints.txt: there
+Each run has its own environment, in which one version differs from constraints.txt: there
 the tests of the column run, and each installed scheme moves weights (``sync-core doctor``).
 A version that cannot be had here is reported with the reason: an interpreter that is not installed,
 no wheel, or a torch that comes with the packages of CUDA, which are never downloaded. The exit

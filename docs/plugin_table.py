@@ -102,7 +102,7 @@ def run(wanted: Collection[str]) -> None:
 
 
 def _record(report: dict[str, object]) -> None:
-    """Put the plugins of a report into the file, in the place of earlier results."""
+    """Put the plugins of a report into the file, instead of earlier results."""
     plugins: list[dict[str, str]] = report["plugins"]  # type: ignore[assignment]
     if RESULTS.exists():
         earlier = json.loads(RESULTS.read_text(encoding="utf-8"))["plugins"]

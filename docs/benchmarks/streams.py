@@ -3,7 +3,7 @@
     python docs/benchmarks/streams.py | python docs/benchmarks/page.py --record streams
 
 ``stream``: ``gathered(model)``, which gathers one tensor, packs it, and gathers the next.
-``whole``: all tensors are gathered before the first is packed. One worker, in a process of its own.
+``whole``: all tensors are gathered before the first is packed. One worker, in its own process.
 The clock runs from a barrier of the ranks until all have sent the version; ``first byte`` is when
 the worker knew of the version, by its own report. Memory is the peak beyond what a rank had before
 the first send, divided by the size of the model; pages that processes share count in parts. The

@@ -158,7 +158,7 @@ class CommandWorker:
         self._lost = ""
         self._ending = False
         self._outbox: SimpleQueue[Parts | None] = SimpleQueue()
-        # In a session of its own: Ctrl-C is for the trainer to act on, and one signal reaches all.
+        # In its own session: Ctrl-C is for the trainer to act on, and one signal reaches all.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )

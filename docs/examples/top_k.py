@@ -40,7 +40,7 @@ class TopK:
         self._sent: dict[str, Tensor] = {}
 
     def bind(self, context: BindContext) -> TopK:
-        """Return a layer with a state of its own, for one sender."""
+        """Return a layer with its own state, for one sender."""
         del context
         return TopK(self.fraction)
 

@@ -134,7 +134,7 @@ def run(store: str, steps: int) -> None:
     apart = ["unshare", "--net"]
     if "://" not in store and can_be_apart(apart):
         command = [*apart, *command]
-        print("each site is in a network namespace of its own, without a network")
+        print("each site is in its own network namespace, without a network")
     with ExitStack() as opened:
 
         def start(role: str) -> subprocess.Popen[str]:

@@ -71,7 +71,7 @@ class Format:
     """The reader of a format, and the errors that it may raise.
 
     Args:
-        read: reads it, in a directory of its own.
+        read: reads it, in its own directory.
         expected: the errors that the reader documents.
     """
 

@@ -42,7 +42,7 @@ def equal(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
 
 
 def object_of(folder: Path, key: str, version: int) -> Path:
-    """The largest object that a version has of its own."""
+    """The largest object that only this version has."""
     with Run(str(folder), key) as run:
         pieces = run.manifest(version).pieces
     return folder / object_name(max(pieces, key=lambda piece: piece.nbytes).digest)

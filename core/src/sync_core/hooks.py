@@ -169,7 +169,7 @@ class TransportContext:
         token: the secret of this sender. A transport refuses a peer that does not know it.
         timeout: the deadline, in seconds, of a call that may block.
         zero_copy: whether receivers keep views of what the transport delivers.
-        background: (receiver) whether the newest version is staged in a thread of its own; see
+        background: (receiver) whether the newest version is staged in its own thread; see
             `WrappingScheme.inner_receiver`. A transport need not look at it.
         options: the options that the user gave to `Sender`; read them with `parse_options`.
         layers: (sender) the layers that the user gave; see `WrappingScheme.adopt`.

@@ -9,7 +9,7 @@ _SUITE = "sync_testing.suite"
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add an option for tests that inherit the conformance classes, under a name of its own."""
+    """Add an option for tests that inherit the conformance classes, under its own name."""
     parser.getgroup("sync_testing", "conformance of sync-core plugins").addoption(
         "--conformance-report",
         metavar="FILE",

@@ -26,7 +26,7 @@ __all__ = ["EnvRunnerWeights", "sync_env_runners"]
 _log = logging.getLogger("sync_core")
 # Of a learner, in its process.
 _SENDERS: WeakKeyDictionary[Any, _LearnerWeights] = WeakKeyDictionary()
-# What a learner with other modules than before returns in place of a version.
+# Returned, in place of a version, by a learner that has got or lost modules.
 _OTHER_MODULES = 0
 
 

@@ -82,7 +82,7 @@ class FailurePolicy(ABC):
 
         Returns:
             ``"raise"``, ``"drop"``, ``"quarantine"``, or a function that starts another worker in
-            its place. The sender calls it in a thread of its own, and no send waits for the worker
+            its place. The sender calls it in its own thread, and no send waits for the worker
             meanwhile. Where it raises, the worker is put into quarantine.
         """
 

@@ -147,7 +147,7 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}"
 
     def expect(self, connection: socket.socket, seconds: float, *, idle: bool = False) -> None:
-        """Close a connection unless this is called again within so many seconds.
+        """Close a connection unless this is called again in time.
 
         Args:
             connection: the connection.

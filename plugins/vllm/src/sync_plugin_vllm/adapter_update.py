@@ -1,4 +1,4 @@
-"""The steps by which an engine loads each version of an adapter, under a name of its own."""
+"""The steps by which an engine loads each version of an adapter, under its own name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Brings versions of a sender into one engine, in a thread of its own.
+"""Brings versions of a sender into one engine, in its own thread.
 
 `VllmTarget` has a `Driver` for each engine: a `sync_plugin_vllm.whole_update.WholeDriver` or a
 `sync_plugin_vllm.adapter_update.AdapterDriver`, which know the steps.

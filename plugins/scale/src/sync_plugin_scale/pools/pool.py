@@ -29,7 +29,7 @@ from sync_plugin_scale.pools.admission import LAYOUT, PLACES, Admission, Entranc
 class Pool:
     """The workers of a sender that come and go: any number, by one address.
 
-    Each `Receiver` that is made with `address` is given an id of its own, and the newest version,
+    Each `Receiver` that is made with `address` is given its own id, and the newest version,
     also one that was sent when there was no worker. A worker that leaves, or that does not commit a
     version in time, is removed: that is not an error, and `SendReport.dropped` names it. It joins
     again when it calls `receive`.

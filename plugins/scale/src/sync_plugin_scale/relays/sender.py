@@ -1,4 +1,4 @@
-"""The sender's side: one chunk after the other to each worker, in a thread of its own."""
+"""The sender's side: one chunk after the other to each worker, in its own thread."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LateWorkers:
                 except (MemoryError, OSError, RuntimeError):
                     _log.warning("no memory to keep version %d for late workers", payload.version)
                     return
-            # With a stopwatch of its own: the payload's is the sender's.
+            # With its own stopwatch: the payload's is the sender's.
             Payload(payload.version, payload.layout, payload.source).pack(self._block)
             self._newest = Payload(payload.version, payload.layout, self._block)
             if self._thread is None:

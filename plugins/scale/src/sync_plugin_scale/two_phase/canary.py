@@ -132,7 +132,7 @@ class Canary:
 
         Raises:
             SyncError: no version is on trial.
-            SendError: see `Sender.send`; the trial goes on, with all workers where some have got
+            SendError: see `Sender.send`; the trial continues, with all workers where some have got
                 the weights.
         """
         tried = self._trial("promote()")
@@ -155,7 +155,7 @@ class Canary:
 
         Raises:
             SyncError: no version is on trial.
-            SendError: see `Sender.send`; the trial goes on.
+            SendError: see `Sender.send`; the trial continues.
         """
         tried, common = self._trial("take_back()"), self._common
         assert common is not None

@@ -144,7 +144,7 @@ class IncrementCases(SchemeCases):
             pytest.skip("increments travel inside of it: two_phase::increments::shm")
         scheme: Any = Increments(self.scheme)
         if self.can("joined"):
-            # Each of several senders has increments of its own.
+            # Each of several senders has its own increments.
             scheme = replace(self.scheme, inner=Increments(self.scheme.inner))
         if self.called:
             policy = make_policy()

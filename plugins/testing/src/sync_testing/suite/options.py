@@ -17,7 +17,7 @@ from sync_core.wrapping import SEPARATOR, WrappingScheme
 from sync_testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_testing.cases import Conformance
 
-#: Seconds after which pytest-timeout ends a case, where the run has no limit of its own.
+#: Seconds after which pytest-timeout ends a case, where the run sets no limit.
 LIMIT = 300
 
 #: The classes that this run was asked for; `test_plugins` is where pytest finds them.
