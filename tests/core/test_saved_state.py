@@ -165,8 +165,8 @@ class Assigns(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
 
-    def load_state_dict(self, *args: Any, **options: Any) -> Any:
-        return super().load_state_dict(*args, **options, assign=True)
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = True) -> Any:
+        return super().load_state_dict(state_dict, strict, assign)
 
 
 @pytest.mark.parametrize("scheme", ["thread", "shm"])
