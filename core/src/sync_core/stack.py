@@ -13,6 +13,7 @@ from pluggy import HookImpl
 from torch import Tensor
 
 from sync_core import hooks as hookspecs
+from sync_core._util import uninterrupted
 from sync_core.errors import HookResultError, LoadError, UnknownHookError, WorkerError
 from sync_core.hooks import (
     HOOKS,
@@ -102,6 +103,8 @@ class Defaults:
     ) -> None:
         #: Whether ``load`` was called and did not return: the model may hold parts of a version.
         self.loading = False
+        #: Whether an update was loaded, even if a layer raised afterwards; callers reset it.
+        self.loaded = False
         self._load = load
         self._strategy = strategy
         self._consolidate = consolidate
@@ -121,13 +124,16 @@ class Defaults:
             return True
         if self._binding is None or self._binding.model is not model:
             self._binding = Binding(model, self._strategy, consolidate=self._consolidate)
-        self._binding.write(
-            update,
-            partial=context.partial,
-            zero_copy=context.zero_copy,
-            cast=context.cast,
-            version=context.version,
-        )
+        # Ctrl-C would leave parts of a version, or a version that is taken for the one before.
+        with uninterrupted():
+            self._binding.write(
+                update,
+                partial=context.partial,
+                zero_copy=context.zero_copy,
+                cast=context.cast,
+                version=context.version,
+            )
+            self.loaded = True
         return True
 
     def _load_with(self, load: Load, update: Update, context: ApplyContext) -> None:
@@ -143,7 +149,7 @@ class Defaults:
                 f"its model may hold parts of version {context.version}: its load function raised "
                 f"{type(error).__name__}: {error}",
             ) from error
-        self.loading = False
+        self.loading, self.loaded = False, True
 
     @hookimpl
     def skip_update(self, context: SkipContext) -> bool:
@@ -170,8 +176,7 @@ class Stack:
         self._manager = HookManager()
         self._manager.add_hookspecs(hookspecs)
         self._manager.register(defaults, "sync-core")
-        self._applied = _Applied()
-        self._manager.register(self._applied)
+        self._manager.register(_Loaded(defaults))
         plugins = [(plugin, implemented(plugin.object)) for plugin in (backend, *layers)]
         # Innermost, so that it sees what comes from implementations that wrap no other.
         self._register_check(plugins, wrappers=False)
@@ -213,14 +218,7 @@ class Stack:
 
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
         """Load the update into the model."""
-        self._applied.so_far = False
         self._apply_weights(update=update, model=model, context=context)
-        self._applied.so_far = True
-
-    @property
-    def applied(self) -> bool:
-        """Return whether `apply_weights` loaded the model, even if a layer raised afterwards."""
-        return self._applied.so_far
 
     def skip_update(self, context: SkipContext) -> bool:
         """Return whether the worker is left out of this push."""
@@ -257,15 +255,16 @@ class Stack:
             self._manager.register(_Check(suspects))
 
 
-class _Applied:
-    """Notes that the model is loaded, before any layer continues after its ``yield``."""
+class _Loaded:
+    """Notes that a backend has loaded the model, before any layer continues after its ``yield``."""
 
-    so_far = False
+    def __init__(self, defaults: Any) -> None:
+        self._defaults = defaults
 
     @hookimpl(wrapper=True)
     def apply_weights(self) -> Generator[None, Any, Any]:
         result = yield
-        self.so_far = True
+        self._defaults.loaded = True
         return result
 
 

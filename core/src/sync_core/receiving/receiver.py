@@ -14,7 +14,7 @@ from typing import Any, Never, NoReturn, Self
 from torch import Tensor
 
 from sync_core import registry
-from sync_core._util import clock_id
+from sync_core._util import clock_id, uninterrupted
 from sync_core.address import Address, IndirectEndpoint
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import (
@@ -216,10 +216,10 @@ class Receiver(Updated):
                 return None
             try:
                 self.load()
+                return self.confirm()
             except BaseException as error:
                 self.reject(error)
                 raise
-            return self.confirm()
         finally:
             self._exclusive.release()
 
@@ -252,7 +252,8 @@ class Receiver(Updated):
         if payload is None:
             self._check_open()
             return None
-        self._staged, self._target.loaded = payload, False
+        self._target.loaded = False
+        self._staged = payload
         return payload.version
 
     def _accepts(self, payload: Payload) -> bool:
@@ -271,7 +272,8 @@ class Receiver(Updated):
                 )
                 self._answer(Answer.refusal(payload.version, error))
             return False
-        self._staged, self._target.loaded = payload, False
+        self._target.loaded = False
+        self._staged = payload
         try:
             check_base(payload, self._version)
         except PayloadError as error:
@@ -307,16 +309,19 @@ class Receiver(Updated):
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
-        payload, self._staged = self._staged, None
+        payload = self._staged
         if payload is None:
             return self._version
-        self._version = payload.version
-        self._extras = of_user(self._target.extras)
-        self._target.committed(payload)
         try:
+            with uninterrupted():
+                self._version, self._staged = payload.version, None
+                self._extras = of_user(self._target.extras)
+                self._target.committed(payload)
             if self._on_commit is not None:
                 self._on_commit(payload.version)
         except BaseException as error:
+            if self._staged is not None:
+                raise  # by Ctrl-C, before it was confirmed: it is still to be rejected
             answer = Answer.refusal(payload.version, error, loaded=True)
             if answer.model_state == "bad":
                 self._version = 0

@@ -51,8 +51,6 @@ class Target:
         self._address = address
         self._context = context
         self._load = load
-        #: Whether the last version was loaded, even if a layer raised afterwards.
-        self.loaded = False
         #: The extras of the last version; layers have taken out theirs.
         self.extras: dict[str, Tensor] = {}
         #: The payload that the model views until the next version, if it does.
@@ -82,6 +80,15 @@ class Target:
     def model(self) -> Any:
         """Return what was registered."""
         return self._model
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the last version was loaded, even if a layer raised afterwards."""
+        return self._defaults.loaded
+
+    @loaded.setter
+    def loaded(self, loaded: bool) -> None:
+        self._defaults.loaded = loaded
 
     def register(self, model: Any) -> None:
         """Write into this model from now on.
@@ -136,7 +143,6 @@ class Target:
                 ) from error
             raise
         finally:
-            self.loaded = self.stack.applied
             drop_derived_weights()
 
     def _was_changed(self, model: Any) -> bool:

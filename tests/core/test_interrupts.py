@@ -1,0 +1,61 @@
+"""Ctrl-C at any moment of a worker's `receive`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from tests.core.models import filled
+from torch import nn
+
+from sync_core import ApplyError, Receiver, Sender, SendError
+from sync_testing import interrupted
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def values(module: nn.Module) -> set[float]:
+    ends = (torch.aminmax(tensor) for tensor in module.state_dict().values())
+    return {value.item() for both in ends for value in both}
+
+
+def receive_with_ctrl_c(at: int, options: dict[str, Any]) -> bool:
+    """Interrupt the second `receive` of a worker; return whether there was such a moment."""
+    source, target = model(), model()
+    with Sender("thread", source, num_workers=1, timeout=60, **options) as sender:
+        receiver = Receiver(sender.address(0), target)
+        filled(source, 1.0)
+        pending = sender.send_async()
+        receiver.receive(60)
+        pending.wait()
+        filled(source, 2.0)
+        pending = sender.send_async()
+        with interrupted(at) as moments:
+            receiver.receive(60)
+        assert values(target) == {float(receiver.version)}, f"after Ctrl-C at {at}"
+        # What is staged is rejected before the next version.
+        receiver.receive(0)
+        with suppress(SendError):
+            pending.wait(0)
+        assert values(target) == {float(receiver.version)}, f"later, after Ctrl-C at {at}"
+        error = pending.deliveries[0].error
+        if isinstance(error, ApplyError):
+            assert (error.model_state == "new") is (receiver.version == 2)
+        receiver.close()
+    return moments.came
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"zero_copy": True}, {"strategy": "state_dict"}, {"layers": ["fp16"]}],
+    ids=str,
+)
+def test_a_receiver_knows_which_version_it_has(options: dict[str, Any]) -> None:
+    moment = 0
+    while receive_with_ctrl_c(moment, options):
+        moment += 1
+    assert moment > 50
