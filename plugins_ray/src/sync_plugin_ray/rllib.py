@@ -346,17 +346,21 @@ class _LearnerWeights:
         """
         if set(learner.module.keys()) != self._learned:
             return _OTHER_MODULES
-        if self._before is not None:
-            self._before.close()
-            self._before = None
+        self._close_before()
         self._end_pending()
         self._pending = self.sender.send_async(self._read(learner))
         return self._pending.version
 
     def close(self) -> None:
         """Close the sender."""
+        self._close_before()
         self._end_pending()
         self.sender.close()
+
+    def _close_before(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.close()
 
     def _end_pending(self) -> None:
         pending, self._pending = self._pending, None
