@@ -299,7 +299,7 @@ def fingerprints(model: Any) -> dict[str, str]:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    data = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return f"{tensor.dtype} {list(tensor.shape)} {zlib.crc32(data.data)}"
 
 
