@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a worker's `receive`."""
+"""Ctrl-C at any moment of `receive`: what the model has, and what comes after that."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def values(module: nn.Module) -> set[float]:
     return {value.item() for both in ends for value in both}
 
 
-def receive_with_ctrl_c(at: int, options: dict[str, Any]) -> bool:
+def receive_with_ctrl_c(at: int, scheme: str, options: dict[str, Any]) -> bool:
     """Interrupt the second `receive` of a worker; return whether there was such a moment."""
     source, target = model(), model()
-    with Sender("thread", source, num_workers=1, timeout=60, **options) as sender:
+    with Sender(scheme, source, num_workers=1, timeout=60, **options) as sender:
         receiver = Receiver(sender.address(0), target)
         filled(source, 1.0)
         pending = sender.send_async()
@@ -45,6 +45,10 @@ def receive_with_ctrl_c(at: int, options: dict[str, Any]) -> bool:
         error = pending.deliveries[0].error
         if isinstance(error, ApplyError):
             assert (error.model_state == "new") is (receiver.version == 2)
+        filled(source, 3.0)
+        pending = sender.send_async()
+        assert receiver.receive(60) == 3, f"after Ctrl-C at {at}"
+        assert pending.wait().updated == (0,)
         receiver.close()
     return moments.came
 
@@ -56,6 +60,13 @@ def receive_with_ctrl_c(at: int, options: dict[str, Any]) -> bool:
 )
 def test_a_receiver_knows_which_version_it_has(options: dict[str, Any]) -> None:
     moment = 0
-    while receive_with_ctrl_c(moment, options):
+    while receive_with_ctrl_c(moment, "thread", options):
+        moment += 1
+    assert moment > 50
+
+
+def test_a_receiver_in_shared_memory_gets_the_next_version() -> None:
+    moment = 0
+    while receive_with_ctrl_c(moment, "shm", {}):
         moment += 1
     assert moment > 50

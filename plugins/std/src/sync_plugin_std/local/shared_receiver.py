@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from sync_core import Answer, Payload, ReceiverTransport
 from sync_core.errors import CapacityError, PayloadError, SenderLostError
+from sync_core.transports import uninterrupted
 from sync_plugin_std.local.channel import Channel, Message
 from sync_plugin_std.local.control_page import ControlPage, Offer, ProcessEvent
 from sync_plugin_std.local.handshake import shake_hands
@@ -61,11 +62,10 @@ class SharedMemoryReceiver(ReceiverTransport):
             self._send({"type": "on", "version": self._unanswered, "held": self._slots.held})
             self._unanswered = 0
         while ready := self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            if self._offers.take():
-                try:
-                    offer = self._page.read_offer()
-                except ValueError as error:
-                    raise SenderLostError(_BROKEN.format(error)) from error
+            # Interrupted with the event taken, no version would be offered any more.
+            with uninterrupted():
+                offer = self._accept()
+            if offer is not None:
                 return self._read(offer)
             if any(descriptor != self._offers.reader for descriptor, _ in ready):
                 self._handle_next(0)
@@ -73,15 +73,17 @@ class SharedMemoryReceiver(ReceiverTransport):
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer, and say which slots are still read."""
-        if self._unanswered == answer.version:
-            self._unanswered = 0
-        held = self._slots.held
-        if self._page.write_answer(answer, held):
-            self._answers.set()
-            if not self._page.waiting:
-                self._send({"type": "look"})
-        else:
-            self._send({"type": "answer", "answer": answer.to_message(), "held": held})
+        # Interrupted in between, the sender would wait for the answer before it offers more.
+        with uninterrupted():
+            if self._unanswered == answer.version:
+                self._unanswered = 0
+            held = self._slots.held
+            if self._page.write_answer(answer, held):
+                self._answers.set()
+                if not self._page.waiting:
+                    self._send({"type": "look"})
+            else:
+                self._send({"type": "answer", "answer": answer.to_message(), "held": held})
 
     def leave(self, reason: str) -> None:
         """Notify the sender, unless that has gone."""
@@ -102,6 +104,17 @@ class SharedMemoryReceiver(ReceiverTransport):
             self._answers.close()
             self._slots.clear()
 
+    def _accept(self) -> Offer | None:
+        """Return what is offered, which is accepted by that; None where nothing is."""
+        if not self._offers.take():
+            return None
+        try:
+            offer = self._page.read_offer()
+        except ValueError as error:
+            raise SenderLostError(_BROKEN.format(error)) from error
+        self._unanswered = offer.version
+        return offer
+
     def _read(self, offer: Offer) -> Payload:
         since = time.perf_counter()
         try:
@@ -114,7 +127,6 @@ class SharedMemoryReceiver(ReceiverTransport):
             self.acknowledge(Answer.refusal(offer.version, error))
             raise
         block, release = found
-        self._unanswered = offer.version
         try:
             payload = Payload.unpack(
                 block,
