@@ -70,3 +70,27 @@ def test_a_receiver_in_shared_memory_gets_the_next_version() -> None:
     while receive_with_ctrl_c(moment, "shm", {}):
         moment += 1
     assert moment > 50
+
+
+def add_with_ctrl_c(at: int) -> bool:
+    """Interrupt the addition of a worker; return whether there was such a moment."""
+    with Sender("thread", model(), num_workers=1, timeout=60) as sender:
+        receiver = Receiver(sender.address(0), model())
+        with interrupted(at) as moments:
+            sender.add_worker(1)
+        if 1 in sender.all_worker_ids():
+            sender.remove_worker(1)
+        pending = sender.send_async()
+        receiver.receive(60)
+        assert pending.wait().updated == (0,)
+        assert sender.add_worker(1) == 1
+        assert sender.address(1).worker_id == 1
+        receiver.close()
+    return moments.came
+
+
+def test_a_worker_is_added_or_not() -> None:
+    moment = 0
+    while add_with_ctrl_c(moment):
+        moment += 1
+    assert moment > 5

@@ -19,6 +19,7 @@ from sync_core import (
     Receiver,
     Sender,
     SendError,
+    UnknownWorkerError,
     WorkerError,
     WorkerLostError,
     WorkerState,
@@ -294,3 +295,18 @@ def test_one_that_has_answered_by_then_is_not_put_into_quarantine(members: Membe
     members.quarantine(0, seat(members))
     assert state(members) == "current"
     assert members.take_returned([0]) == (0,)
+
+
+def test_a_worker_that_two_threads_remove_is_unknown_to_one_of_them() -> None:
+    with Sender("thread", nn.Linear(2, 2), num_workers=2) as sender:
+
+        class RemovedMeanwhile:
+            def __index__(self) -> int:
+                thread = threading.Thread(target=sender.remove_worker, args=(1,))
+                thread.start()
+                thread.join()
+                return 1
+
+        with pytest.raises(UnknownWorkerError, match=r"no worker 1; the workers are \[0\]"):
+            sender.remove_worker(RemovedMeanwhile())  # type: ignore[arg-type]
+        assert sender.all_worker_ids() == (0,)

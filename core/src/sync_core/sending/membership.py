@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, Literal, TypeVar
 
+from sync_core.checks import normalize_one
 from sync_core.errors import TransportError, WorkerError, WorkerLostError
 from sync_core.sending.worker_state import (
     UNWAITED,
@@ -202,10 +203,15 @@ class Membership:
             self._announce(worker_id, None, worker, "it was added")
 
     def remove(self, worker_id: int) -> None:
-        """Remove a worker."""
+        """Remove a worker.
+
+        Raises:
+            UnknownWorkerError: there is none, as another thread has removed it.
+        """
         with self._lock:
+            worker = self._workers.pop(normalize_one(worker_id, self._workers))
             self._since.pop(worker_id, None)
-            self._announce(worker_id, self._workers.pop(worker_id), None, "it was removed")
+            self._announce(worker_id, worker, None, "it was removed")
 
     def sent(
         self, version: int, deliveries: Mapping[int, Delivery]

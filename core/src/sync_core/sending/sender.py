@@ -608,13 +608,14 @@ class Sender(Updater):
             worker_id = self._members.next_id if worker_id is None else as_id(worker_id)
             if worker_id in self._members:
                 raise ValueError(f"there is a worker {worker_id} already")
-            self._members.add(worker_id)
-            if self._pipeline.transport is not None:
-                try:
+            try:
+                self._members.add(worker_id)
+                if self._pipeline.transport is not None:
                     self._pipeline.transport.add_worker(worker_id, self._find_worker(worker))
-                except BaseException:
+            except BaseException:
+                if worker_id in self._members:
                     self._members.remove(worker_id)
-                    raise
+                raise
             if worker is not None:
                 self._handles[worker_id] = worker
         return worker_id
