@@ -27,6 +27,7 @@ from sync_core import (
     Receiver,
     ReceiverTransport,
     Sender,
+    SenderLostError,
     SendError,
     SenderTransport,
     SendReport,
@@ -214,6 +215,41 @@ def test_the_count_of_versions_continues_where_it_is_told_to() -> None:
         assert sender.version == 10
     with pytest.raises(ValueError, match="version is -1"):
         Sender("thread", model, num_workers=1, version=-1)
+
+
+def fail() -> None:
+    raise RuntimeError("no time for that")
+
+
+def test_a_post_hook_that_raises_loses_no_report() -> None:
+    reports: list[int] = []
+    options: dict[str, Any] = {"on_report": lambda report: reports.append(report.version)}
+    with Sender("none", nn.Linear(2, 2), num_workers=1, **options) as sender:
+        sender.register_post_hook(fail)
+        for version in (1, 2):
+            with pytest.raises(RuntimeError, match="no time"):
+                sender.send()
+            assert reports[-1] == version
+
+
+@pytest.mark.parametrize("when", ["on_close", "post hook"])
+def test_a_sender_closes_whatever_its_callbacks_raise(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = Sender("thread", nn.Linear(2, 2), num_workers=1)
+    closed: list[str] = []
+    sender.on_close(fail if when == "on_close" else lambda: closed.append("first"))
+    sender.on_close(lambda: closed.append("last"))
+    if when == "post hook":
+        sender.register_post_hook(fail)
+    receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+    sender.send_async()
+    receiver.receive(30)
+    sender.close()
+    with pytest.raises(SenderLostError):
+        receiver.receive(30)
+    assert closed[-1] == "last"
+    assert "raised while the sender was being closed" in caplog.text
 
 
 def test_a_model_may_be_registered_later() -> None:

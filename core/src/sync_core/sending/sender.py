@@ -287,7 +287,8 @@ class Sender(Updater):
 
         Args:
             callback: called without arguments, before the transport closes. It must not keep the
-                sender alive, and is called again where Ctrl-C interrupts it.
+                sender alive, and is called again where Ctrl-C interrupts it; what it raises is
+                logged.
 
         Returns:
             A function that prevents the call.
@@ -645,10 +646,12 @@ class Sender(Updater):
         self._closer = threading.get_ident()
         self._closed = True
         pending = self._pending
-        if pending is not None:
-            pending.abandon(_CLOSED)
-        for release in self._closers:
-            release()
+        before = [] if pending is None else [bind(pending.abandon, _CLOSED)]
+        for step in (*before, *self._closers):
+            try:
+                step()
+            except Exception:
+                _log.exception("%r raised while the sender was being closed", step)
         self._close_members()
         self._pipeline.close()
 
@@ -742,10 +745,11 @@ class Sender(Updater):
         if self._members.may_have_returned:
             returned = self._members.take_returned(report.updated)
             report = report.with_returned(returned) if returned else report
-        if self._post_hooks and not report.failed:
-            self._run_post_hooks()
         self._repeats.count(report, self._source.found)
         tell(report, tuple(self._reporters.values()))
+        # Last, as what they raise is the caller's.
+        if self._post_hooks and not report.failed:
+            self._run_post_hooks()
         return report
 
 
