@@ -646,8 +646,10 @@ class Sender(Updater):
         self._closer = threading.get_ident()
         self._closed = True
         pending = self._pending
-        before = [] if pending is None else [bind(pending.abandon, _CLOSED)]
-        for step in (*before, *self._closers):
+        steps: list[Callable[[], object]] = [*self._closers]
+        if pending is not None:
+            steps.insert(0, bind(pending.abandon, _CLOSED))
+        for step in steps:
             try:
                 step()
             except Exception:
