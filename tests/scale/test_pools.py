@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +235,27 @@ def test_a_worker_that_has_committed_too_late_is_current_when_it_joins_again(
         pending = sender.send_async()
         assert receiver.receive() == 2
         assert pending.wait().updated == (1,)
+        receiver.close()
+
+
+def test_a_model_that_is_replaced_after_its_worker_has_joined_again_has_no_version() -> None:
+    policy, worker = nn.Linear(3, 2), SimpleNamespace(policy=nn.Linear(3, 2))
+    fill(policy, 1)
+    with Sender("thread", policy, num_workers=0) as sender:
+        receiver = Receiver(Pool(sender).address(), "policy", context=worker)
+        pending = sender.send_async()
+        assert receiver.receive(30) == 1
+        pending.wait()
+        sender.remove_worker(0)
+
+        def is_current() -> bool:
+            assert receiver.receive(0.5) is None
+            return sender.workers[1].version == 1
+
+        assert eventually(is_current, 30)
+        worker.policy = nn.Linear(3, 2)
+        assert receiver.receive(0) is None
+        assert receiver.version == 0
         receiver.close()
 
 

@@ -445,7 +445,10 @@ class Receiver(Updated):
             self._leave()
             self._reasons.clear()
             self._rejoined = self._version
-            self._connect(address, self._target.model)
+            model, found = self._target.model, self._target.found
+            self._connect(address, model)
+            # So that another model at the end of a reference is noticed.
+            self._target.found = found
         except SyncError as error:
             self.close()
             raise lost from (None if error is lost else error)

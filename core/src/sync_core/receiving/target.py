@@ -74,7 +74,8 @@ class Target:
         self._refers = False
         #: The layout of the model when it was registered; None where none was checked.
         self._registered: Layout | None = None
-        self._found: Any = None
+        #: The model that was written, to which a reference has led.
+        self.found: Any = None
 
     @property
     def model(self) -> Any:
@@ -112,12 +113,12 @@ class Target:
         """Return whether a reference leads to other modules than those that were written."""
         if not self._refers:
             return False
-        found = self._found.values() if isinstance(self._found, Mapping) else (self._found,)
+        found = self.found.values() if isinstance(self.found, Mapping) else (self.found,)
         if not all(isinstance(model, nn.Module) for model in found):
             return False
         # A path that leads nowhere is reported by what writes there.
         with suppress(ModelError):
-            return not same(look_up(self._model, self._context, self._found), self._found)
+            return not same(look_up(self._model, self._context, self.found), self.found)
         return False
 
     def write(self, payload: Payload, held: int) -> None:
@@ -189,16 +190,16 @@ class Target:
     def committed(self, payload: Payload) -> None:
         """Release the version that was written, unless the model views it."""
         if self._keeps_views:
-            self.lease.replace(self._found, payload)
+            self.lease.replace(self.found, payload)
         else:
             payload.release()
 
     def refused(self, payload: Payload) -> None:
         """Release a version that is not committed."""
-        if self._keeps_views and self._found is not None:
+        if self._keeps_views and self.found is not None:
             # It may have been pointed at the payload already, unless it cannot be read at all.
             with suppress(ModelError):
-                vacate(self._found, payload)
+                vacate(self.found, payload)
         else:
             payload.release()
 
@@ -213,10 +214,10 @@ class Target:
         if self._model is None and self._load is None:
             raise ModelError("the receiver has no model; give it one, or call register_model()")
         if self._refers:
-            self._found = look_up(self._model, self._context, self._found)
+            self.found = look_up(self._model, self._context, self.found)
         else:
-            self._found = self._model
-        return self._found
+            self.found = self._model
+        return self.found
 
 
 def _bound(address: Address, backend: Plugin, layer: Plugin, layout: Layout) -> Plugin:
