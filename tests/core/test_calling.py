@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -298,6 +299,33 @@ class Posted(PointToPointTransport):
     def address(self, worker_id: int) -> None: ...
 
     def send_to(self, worker_id: int, payload: Payload) -> None: ...
+
+
+class Asks(Posted):
+    """Asks whether it may give up, when the test says so."""
+
+    def __init__(self) -> None:
+        self.began, self.goes_on = threading.Event(), threading.Event()
+        self.told: queue.Queue[bool] = queue.Queue()
+        super().__init__([0, 1])
+
+    def send_to(self, worker_id: int, payload: Payload) -> None:
+        self.began.set()
+        self.goes_on.wait(30)
+        self.told.put(self.superseded(worker_id))
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_what_is_sent_to_a_removed_worker_is_given_up(returns: bool) -> None:
+    transport = Asks()
+    transport.send(Payload.from_bytes(payload_bytes(), 1), [0])
+    assert transport.began.wait(30)
+    transport.remove_worker(0)
+    if returns:
+        transport.add_worker(0)
+    transport.goes_on.set()
+    assert transport.told.get(timeout=30)
+    transport.close()
 
 
 @contextmanager

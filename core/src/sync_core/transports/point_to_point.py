@@ -44,6 +44,7 @@ class PointToPointTransport(SenderTransport):
         self._queues: dict[int, queue.Queue[_Job]] = {}
         # Also the one that `send_to` is at.
         self._unended: dict[int, list[Delivery]] = {}
+        self._of_thread = threading.local()
         self._newest: Payload | None = None
         # Reentrant, as the garbage collector may close the transport in a thread that holds it.
         self._lock = threading.RLock()
@@ -68,7 +69,9 @@ class PointToPointTransport(SenderTransport):
         A `send_to` that waits for its worker asks this again and again.
         """
         jobs = self._queues.get(worker_id)
-        return jobs is None or not jobs.empty()
+        # Another worker with this id may have the place of the one that this thread serves.
+        served = getattr(self._of_thread, "jobs", jobs)
+        return jobs is None or jobs is not served or not jobs.empty()
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Copy the payload, and hand it to the workers' threads."""
@@ -125,6 +128,7 @@ class PointToPointTransport(SenderTransport):
         jobs.put(job)
 
     def _serve(self, worker_id: int, jobs: queue.Queue[_Job]) -> None:
+        self._of_thread.jobs = jobs
         while (job := jobs.get()) is not None:
             payload, delivery = job
             try:
