@@ -27,6 +27,7 @@ from sync_core import (
 )
 from sync_core.sending.membership import Membership
 from sync_core.transports import Notice
+from sync_plugin_std import Interval
 
 
 class Clock:
@@ -310,3 +311,27 @@ def test_a_worker_that_two_threads_remove_is_unknown_to_one_of_them() -> None:
         with pytest.raises(UnknownWorkerError, match=r"no worker 1; the workers are \[0\]"):
             sender.remove_worker(RemovedMeanwhile())  # type: ignore[arg-type]
         assert sender.all_worker_ids() == (0,)
+
+
+def test_a_send_to_none_is_not_meant_for_later_workers() -> None:
+    with Sender("thread", nn.Linear(2, 1), num_workers=0, version=7) as sender:
+        assert sender.send().version == 7
+        sender.add_worker()
+        with Receiver(sender.address(0), nn.Linear(2, 1)):
+            assert sender.workers[0].wanted == 0
+            assert sender.workers[0].state is WorkerState.CURRENT
+
+
+def test_the_pushes_of_a_removed_worker_are_not_those_of_the_next_with_its_id() -> None:
+    layers = [Interval(4)]
+    with Sender("thread", nn.Linear(2, 1), num_workers=2, layers=layers, timeout=60) as sender:
+        with Receiver(sender.address(0), nn.Linear(2, 1)) as receiver:
+            pending = sender.send_async(worker_ids=0)
+            assert receiver.receive(30) == 1
+            sender.remove_worker(0)
+            assert pending.wait().updated == (0,)
+        sender.add_worker(0)
+        with Receiver(sender.address(0), nn.Linear(2, 1)) as receiver:
+            pending = sender.send_async(worker_ids=0)
+            assert receiver.receive(0) == 2
+            assert pending.wait().updated == (0,)

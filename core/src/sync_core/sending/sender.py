@@ -563,7 +563,7 @@ class Sender(Updater):
                 scheme=self._pipeline.scheme,
                 model_id=self.model_id,
                 finish=self._end,
-                unwaited=self._members.sent(self._version, deliveries),
+                unwaited=self._members.sent(self._version, deliveries) if sends else {},
                 prepare_seconds=prepared - started,
                 publish_seconds=time.perf_counter() - prepared,
                 packing=packing,
@@ -736,7 +736,10 @@ class Sender(Updater):
         if self._pending is not None and self._pending.ended:
             self._pending = None
         if self._pipeline.skips:
-            self._cadence.reached(report.updated)
+            known = self._members.statuses
+            reached = (i for i in report.updated if i in known)
+            # Not one that has got the id of a worker which was removed meanwhile.
+            self._cadence.reached(i for i in reached if known[i].version >= report.version)
         if report.failed and waited and not self._closed:
             for settle in tuple(self._settlers.values()):
                 report = _settled(report, settle)
