@@ -72,6 +72,24 @@ def test_a_receiver_in_shared_memory_gets_the_next_version() -> None:
     assert moment > 50
 
 
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+def test_memory_is_given_back(scheme: str) -> None:
+    with Sender(scheme, model(), num_workers=1, timeout=30) as sender:
+        receiver = Receiver(sender.address(0), model())
+        moment, came = 0, True
+        while came:
+            # It finds memory that no interrupted worker reads.
+            pending = sender.send_async()
+            with interrupted(moment) as moments:
+                receiver.receive(30)
+            receiver.receive(0)
+            with suppress(SendError):
+                pending.wait(0)
+            moment, came = moment + 1, moments.came
+        assert receiver.version == pending.version
+        receiver.close()
+
+
 def add_with_ctrl_c(at: int) -> bool:
     """Interrupt the addition of a worker; return whether there was such a moment."""
     with Sender("thread", model(), num_workers=1, timeout=60) as sender:

@@ -246,19 +246,20 @@ class Receiver(Updated):
         if self._target.model_was_replaced():
             self._version = 0
             self._transport.forget_commit()
-        payload = self._next(deadline)
-        while payload is not None and not self._accepts(payload):
-            payload = self._next(deadline)
-        if payload is None:
+        self._target.loaded = False
+        # Kept at once: after Ctrl-C it is rejected, and its memory is given back.
+        self._staged = self._next(deadline)
+        while self._staged is not None and not self._accepts(self._staged):
+            self._staged = self._next(deadline)
+        if self._staged is None:
             self._check_open()
             return None
-        self._target.loaded = False
-        self._staged = payload
-        return payload.version
+        return self._staged.version
 
     def _accepts(self, payload: Payload) -> bool:
         """Return whether a payload is newer than the model, and brings all that the model lacks."""
         if payload.version <= self._version:
+            self._staged = None
             payload.release()
             if payload.version == self._version == self._rejoined:
                 # The sender cannot know that this worker has it.
@@ -272,8 +273,6 @@ class Receiver(Updated):
                 )
                 self._answer(Answer.refusal(payload.version, error))
             return False
-        self._target.loaded = False
-        self._staged = payload
         try:
             check_base(payload, self._version)
         except PayloadError as error:

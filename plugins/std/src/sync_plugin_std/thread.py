@@ -130,14 +130,15 @@ class ThreadReceiver(ReceiverTransport):
                 return None
         since = time.perf_counter()
         self._seen = slot.version
-        self._held.add(slot.index)
-        return Payload.unpack(
-            slot.block,
-            slot.version,
-            digest=slot.digest,
-            release=partial(self._release, slot.index),
-            since=since,
-        )
+        release = partial(self._release, slot.index)
+        try:
+            self._held.add(slot.index)
+            return Payload.unpack(
+                slot.block, slot.version, digest=slot.digest, release=release, since=since
+            )
+        except BaseException:
+            release()
+            raise
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer at once."""

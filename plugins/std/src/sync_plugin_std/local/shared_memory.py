@@ -338,8 +338,9 @@ class MappedSlots:
         memory = self._mapped.get(index)
         if memory is None:
             return None
+        block = memory.block
         self._held.add(index)
-        return memory.block, partial(self._held.discard, index)
+        return block, partial(self._held.discard, index)
 
     def clear(self) -> None:
         """Release all of them."""

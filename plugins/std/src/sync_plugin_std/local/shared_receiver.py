@@ -136,9 +136,10 @@ class SharedMemoryReceiver(ReceiverTransport):
                 release=release,
                 since=since,
             )
-        except PayloadError as error:
+        except BaseException as error:
             release()
-            self.acknowledge(Answer.refusal(offer.version, error))
+            if isinstance(error, PayloadError):
+                self.acknowledge(Answer.refusal(offer.version, error))
             raise
         self._layout = payload.layout
         return payload
