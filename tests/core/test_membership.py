@@ -335,3 +335,36 @@ def test_the_pushes_of_a_removed_worker_are_not_those_of_the_next_with_its_id() 
             pending = sender.send_async(worker_ids=0)
             assert receiver.receive(0) == 2
             assert pending.wait().updated == (0,)
+
+
+def test_a_worker_is_removed_before_another_gets_its_id() -> None:
+    with Sender("shm", nn.Linear(2, 1), num_workers=1, timeout=60) as sender:
+        transport = sender._pipeline.transport
+        assert transport is not None
+        removes, goes_on, added = threading.Event(), threading.Event(), threading.Event()
+        remove = transport.remove_worker
+
+        def remove_late(worker_id: int) -> None:
+            removes.set()
+            assert goes_on.wait(30)
+            remove(worker_id)
+
+        def add() -> None:
+            sender.add_worker(0)
+            added.set()
+
+        transport.remove_worker = remove_late  # type: ignore[method-assign]
+        threads = [threading.Thread(target=sender.remove_worker, args=(0,))]
+        threads.append(threading.Thread(target=add))
+        threads[0].start()
+        assert removes.wait(30)
+        threads[1].start()
+        # Time for a mistake; otherwise the other thread waits.
+        assert not added.wait(0.2)
+        goes_on.set()
+        for thread in threads:
+            thread.join()
+        with Receiver(sender.address(0), nn.Linear(2, 1)) as receiver:
+            pending = sender.send_async()
+            assert receiver.receive(30) == 1
+            assert pending.wait().updated == (0,)

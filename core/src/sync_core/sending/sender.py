@@ -160,6 +160,8 @@ class Sender(Updater):
         self._failed = 0
         # Reentrant, as a layer may add a worker.
         self._starting = threading.RLock()
+        # Reentrant, as above.
+        self._changing = threading.RLock()
         self._pending: PendingSend | None = None
         # A send is being started by the thread that has the lock, to which a signal may come.
         self._begins = False
@@ -605,7 +607,7 @@ class Sender(Updater):
         check_handle(worker, needed=self._called)
         # Either the send that another thread has begun is for this worker too, or it goes to all
         # before there is this worker, which then gets it as one that joins late.
-        with self._starting:
+        with self._starting, self._changing:
             worker_id = self._members.next_id if worker_id is None else as_id(worker_id)
             if worker_id in self._members:
                 raise ValueError(f"there is a worker {worker_id} already")
@@ -629,11 +631,13 @@ class Sender(Updater):
         """
         self._check_open()
         worker_id = normalize_one(worker_id, self._members.ids)
-        self._members.remove(worker_id)
-        self._cadence.forget(worker_id)
-        self._handles.pop(worker_id, None)
-        if self._pipeline.transport is not None:
-            self._pipeline.transport.remove_worker(worker_id)
+        # Another worker with this id is added before all of that, or after it.
+        with self._changing:
+            self._members.remove(worker_id)
+            self._cadence.forget(worker_id)
+            self._handles.pop(worker_id, None)
+            if self._pipeline.transport is not None:
+                self._pipeline.transport.remove_worker(worker_id)
 
     def close(self) -> None:
         """End a pending send and release everything; receivers learn that the sender is gone.
