@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from sync_core import PendingSendError, Receiver, Sender, SendError, SendReport
+from sync_core import PendingSend, PendingSendError, Receiver, Sender, SendError, SendReport
 from sync_testing import eventually, interrupted
 
 pytestmark = pytest.mark.timeout(60)
@@ -155,3 +155,30 @@ def test_an_interrupted_send_is_reported_as_interrupted() -> None:
         "worker 0: the send was interrupted by KeyboardInterrupt before the worker confirmed "
         "version 1"
     )
+
+
+def test_a_send_that_begins_while_the_one_before_ends_is_pending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        Sender("thread", torch.nn.Linear(2, 2), num_workers=1, timeout=60) as sender,
+        Receiver(sender.address(0), torch.nn.Linear(2, 2)) as receiver,
+    ):
+        first = sender.send_async()
+        receiver.receive(30)
+        look: Any = vars(PendingSend)["ended"].fget
+        begun: list[threading.Thread] = []
+
+        def ended(pending: PendingSend) -> Any:
+            result = look(pending)
+            if result and not begun:
+                begun.append(threading.Thread(target=sender.send_async))
+                begun[0].start()
+                begun[0].join()
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PendingSend, "ended", property(ended))
+            first.wait()
+        receiver.receive(30)
+        assert sender.wait_async().version == 2

@@ -736,8 +736,9 @@ class Sender(Updater):
         return version
 
     def _end(self, report: SendReport, *, waited: bool) -> SendReport:
-        # Another thread may have begun the next one.
-        if self._pending is not None and self._pending.ended:
+        # Another thread may have begun the next one, also while this one looks.
+        pending = self._pending
+        if pending is not None and pending.ended and self._pending is pending:
             self._pending = None
         if self._pipeline.skips:
             known = self._members.statuses
