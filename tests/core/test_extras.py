@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 
 from sync_core import (
+    ApplyContext,
     Layout,
     ModelError,
     Receiver,
     Sender,
+    SendError,
     Update,
     hookimpl,
 )
@@ -91,3 +94,28 @@ def test_extras_come_through_schemes_that_wrap(scheme: str, tmp_path: Any) -> No
 def test_names_of_extras_are_reserved() -> None:
     with pytest.raises(ModelError, match="reserved"):
         Layout.of({f"{RESERVED_PREFIX}extra.step": torch.ones(1)})
+
+
+class RaisesAfterwards:
+    """A layer that raises once the second version is loaded."""
+
+    @hookimpl(wrapper=True)
+    def apply_weights(self, context: ApplyContext) -> Generator[None, bool, bool]:
+        loaded = yield
+        if context.version == 2:
+            raise RuntimeError("after all")
+        return loaded
+
+
+def test_extras_are_those_of_a_version_after_which_a_layer_raised() -> None:
+    model, layers = nn.Linear(2, 2), [RaisesAfterwards()]
+    with Sender("thread", model, num_workers=1, layers=layers, timeout=60) as sender:
+        receiver = Receiver(sender.address(0), nn.Linear(2, 2))
+        for step in (1, 2):
+            pending = sender.send_async(extras={"step": torch.tensor(step)})
+            with suppress(RuntimeError):
+                receiver.receive(30)
+            with suppress(SendError):
+                pending.wait()
+            assert receiver.version == receiver.extras["step"] == step
+        receiver.close()

@@ -303,6 +303,7 @@ class Receiver(Updated):
             self._version = 0
         elif answer.model_state == "new":
             self._version = payload.version
+            self._extras = of_user(self._target.extras)
         self._target.refused(payload)
         self._answer(answer)
 
