@@ -62,6 +62,8 @@ class RolloutEnd:
         self._receiver: Receiver | None = None
         self._handover = _Handover(timeout)
         self._address: Future[Address] = Future()
+        # The one from which the receiver was made: the trainer may have sent another since.
+        self._used: Future[Address] | None = None
         self._begin()
 
     def prepare(self) -> str:
@@ -135,19 +137,20 @@ class RolloutEnd:
         """Return the receiver, once it has staged a version."""
         deadline, worker = time.monotonic() + self._timeout, self.worker
         if self._receiver is not None:
-            receiver, used = self._receiver, self._address
+            receiver = self._receiver
             try:
                 await asyncio.to_thread(_stage, receiver, version, step, deadline)
             except SenderLostError as error:
                 self._check(worker)
                 _log.warning("%s joins again: %s", worker, error)
-                if self._address is used:
+                if self._address is self._used:
                     self._address = Future()
                 self._receiver = None
             else:
                 return receiver
         # Shielded, as a future that is cancelled takes no address.
-        coming = asyncio.shield(asyncio.wrap_future(self._address))
+        used = self._address
+        coming = asyncio.shield(asyncio.wrap_future(used))
         try:
             address = await asyncio.wait_for(coming, max(0.0, deadline - time.monotonic()))
         except TimeoutError:
@@ -159,7 +162,7 @@ class RolloutEnd:
         if worker != self.worker:
             receiver.close()
         self._check(worker)
-        self._receiver = receiver
+        self._receiver, self._used = receiver, used
         await asyncio.to_thread(_stage, receiver, version, step, deadline)
         return receiver
 
