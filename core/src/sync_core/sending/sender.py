@@ -755,11 +755,12 @@ class Sender(Updater):
         if self._members.may_have_returned:
             returned = self._members.take_returned(report.updated)
             report = report.with_returned(returned) if returned else report
-        self._repeats.count(report, self._source.found)
-        tell(report, tuple(self._reporters.values()))
-        # Last, as what they raise is the caller's.
-        if self._post_hooks and not report.failed:
-            self._run_post_hooks()
+        try:
+            if self._post_hooks and not report.failed:
+                self._run_post_hooks()
+        finally:
+            self._repeats.count(report, self._source.found)
+            tell(report, tuple(self._reporters.values()))
         return report
 
 
