@@ -114,19 +114,20 @@ def test_impala_refreshes_runners_that_sample_meanwhile() -> None:
         algorithm.stop()
 
 
-def _for(agent_id: int, *_: Any, **__: Any) -> str:
+def _for(agent_id: Any, *_: Any, **__: Any) -> str:
     return f"p{agent_id}"
 
 
-def _for_others(agent_id: int, *_: Any, **__: Any) -> str:
+def _for_others(agent_id: Any, *_: Any, **__: Any) -> str:
     return f"p{2 * agent_id}"
 
 
 @pytest.mark.timeout(480)
 def test_modules_come_and_go() -> None:
-    register_env("agents", lambda _: MultiAgentCartPole(config={"num_agents": 2}))
-    alone = MultiAgentCartPole(config={"num_agents": 1})
-    spaces = {
+    environment: Any = MultiAgentCartPole
+    register_env("agents", lambda _: environment(config={"num_agents": 2}))
+    alone = environment(config={"num_agents": 1})
+    spaces: dict[str, Any] = {
         "observation_space": alone.observation_spaces[0],
         "action_space": alone.action_spaces[0],
     }
@@ -146,7 +147,9 @@ def test_modules_come_and_go() -> None:
     algorithm = sync_env_runners(config, "shm", timeout=30.0).build_algo()
     try:
         assert _check_runners(algorithm, 1, "p0", "p1") == 2
-        spec = RLModuleSpec.from_module(algorithm.get_module("p0"))
+        first = algorithm.get_module("p0")
+        assert first is not None
+        spec = RLModuleSpec.from_module(first)
         algorithm.add_module("p2", spec, new_agent_to_module_mapping_fn=_for_others)
         assert _check_runners(algorithm, 2, "p0", "p1", "p2") == 2
         algorithm.train()
