@@ -37,7 +37,7 @@ def receive_with_ctrl_c(at: int, scheme: str, options: dict[str, Any]) -> bool:
         with interrupted(at) as moments:
             receiver.receive(60)
         assert values(target) == {float(receiver.version)}, f"after Ctrl-C at {at}"
-        # What is staged is rejected before the next version.
+        # The staged version is rejected before the next one.
         receiver.receive(0)
         with suppress(SendError):
             pending.wait(0)

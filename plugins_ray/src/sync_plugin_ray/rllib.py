@@ -221,7 +221,7 @@ class _WeightSync:
         self._refresh()
 
     def _open(self) -> None:
-        """Make the sender, of what learners and runners have both, and connect the runners."""
+        """Make a sender of the modules that learners and runners share, and connect the runners."""
         local = self._group.local_env_runner
         remote = self._group.healthy_worker_ids()
         if local is not None:

@@ -84,7 +84,7 @@ class Target:
 
     @property
     def loaded(self) -> bool:
-        """Whether the last version was loaded, even if a layer raised afterwards."""
+        """Return whether the last version was loaded, even if a layer raised afterwards."""
         return self._defaults.loaded
 
     @loaded.setter
