@@ -72,6 +72,16 @@ def test_a_receiver_in_shared_memory_gets_the_next_version() -> None:
     assert moment > 50
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", [{"shared_memory": False}, {"topology": "broadcast"}], ids=str)
+def test_a_receiver_over_process_groups_gets_the_next_version(options: dict[str, Any]) -> None:
+    moment = 0
+    while receive_with_ctrl_c(moment, "dist", options):
+        moment += 1
+    assert moment > 150
+
+
 @pytest.mark.parametrize("scheme", ["thread", "shm"])
 def test_memory_is_given_back(scheme: str) -> None:
     with Sender(scheme, model(), num_workers=1, timeout=30) as sender:

@@ -28,6 +28,7 @@ VOCABULARY: list[dict[str, Any]] = [
     {"type": "key", "number": 2, "key": "0/2", "value": "AAAA"},
     {"type": "received", "version": 1},
     {"type": "broken", "number": 1},
+    {"type": "give_up"},
     {"type": "answer", "answer": Answer(version=1).to_message(), "held": [1]},
     {"type": "on", "version": 1, "held": [1, 2]},
     {"type": "lacks", "index": 1},

@@ -19,7 +19,7 @@ from sync_core import (
     TransportContext,
 )
 from sync_core.errors import PayloadError
-from sync_core.transports import Block
+from sync_core.transports import Block, uninterrupted
 from sync_plugin_dist.chunks import cut
 from sync_plugin_dist.control import ControlChannel, connect
 from sync_plugin_dist.descriptors import advice, enough_descriptors
@@ -97,6 +97,8 @@ class StreamReceiver(ReceiverTransport):
         self._asked = 0.0
         # The sender owes a reply: a second request would get two, and mistake one for the other.
         self._asking = False
+        # A call was interrupted: what the sender said before it confirms that is of no use.
+        self._giving_up = False
         self._line = ControlChannel(connection, self._put_key)
         self._link = options.link(context, connection.getsockname()[0])
         try:
@@ -119,10 +121,13 @@ class StreamReceiver(ReceiverTransport):
         """
         try:
             return self._receive(timeout)
+        except SyncError:
+            raise
         except (LookupError, TypeError, ValueError) as error:
-            if isinstance(error, SyncError):
-                raise
             raise SenderLostError(f"the sender does not keep to the protocol: {error!r}") from error
+        except BaseException:
+            self._give_up()
+            raise
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer."""
@@ -150,6 +155,15 @@ class StreamReceiver(ReceiverTransport):
             if payload is not None or time.monotonic() > deadline:
                 return payload
         return None
+
+    def _give_up(self) -> None:
+        """Ask for no version any more, whatever was interrupted, such as by Ctrl-C."""
+        with uninterrupted(), suppress(SenderLostError):
+            self._giving_up = True
+            self._asking = False
+            self._offered = self._seen
+            self._end_wire()
+            self._line.send({"type": "give_up"})
 
     def _await_offer(self, deadline: float) -> bool:
         """Return whether there is a version to take."""
@@ -261,7 +275,11 @@ class StreamReceiver(ReceiverTransport):
         return self._link.allocate(nbytes)
 
     def _note(self, message: Message) -> None:
-        if message["type"] == "offer":
+        if message["type"] == "given_up":
+            self._giving_up = False
+        elif self._giving_up:
+            return
+        elif message["type"] == "offer":
             self._offered = message["version"]
         elif message["type"] in ("again", "wire"):
             self._asking = False
@@ -275,6 +293,6 @@ class StreamReceiver(ReceiverTransport):
 
     def _end_wire(self) -> None:
         self._rendezvous = None
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()

@@ -170,6 +170,11 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             stream.hear(peer, message)
         elif kind == "broken":
             stream.broken(int(message["number"]))
+        elif kind == "give_up":
+            stream.given_up(peer)
+            peer.announced = 0
+            self.tell(peer, {"type": "given_up"})
+            self.offer(peer)
         elif kind == "received":
             peer.seen = int(message["version"])
             self._publisher.give_back(peer)

@@ -289,6 +289,12 @@ class Stream:
         if number == self._junction.number:
             self._give_up()
 
+    def given_up(self, peer: DistPeer) -> None:
+        """The worker was interrupted: it asks no more, and has left the wire."""
+        self._asking.pop(peer, None)
+        if peer in self._junction.members:
+            self._give_up()
+
     def left(self, peer: DistPeer) -> None:
         """The worker is not served any more."""
         self._asking.pop(peer, None)
