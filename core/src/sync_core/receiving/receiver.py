@@ -17,13 +17,8 @@ from sync_core import registry
 from sync_core._util import clock_id, uninterrupted
 from sync_core.address import Address, IndirectEndpoint
 from sync_core.checks import check_count, check_function, check_seconds
-from sync_core.errors import (
-    AddressError,
-    ClosedError,
-    PayloadError,
-    SenderLostError,
-    SyncError,
-)
+from sync_core.errors import AddressError, ClosedError, PayloadError, SenderLostError, SyncError
+from sync_core.models.lookup import same
 from sync_core.receiving.exclusive import Exclusive, Lease
 from sync_core.receiving.target import Target
 from sync_core.registry import Plugin
@@ -186,10 +181,16 @@ class Receiver(Updated):
     def register_model(self, model: Any) -> None:
         """Say what the weights are committed to; see the argument ``model``.
 
+        Where that is another model than before, `version` is 0 until the next one is committed.
+
         Raises:
-            LayoutMismatchError: the model does not fit the sender's.
+            LayoutMismatchError: the model does not fit the sender's; the one before stays.
         """
+        before = self._target.model
         self._target.register(model)
+        if before is not None and not same(model, before):
+            self._version = 0
+            self._transport.forget_commit()
 
     def receive(self, timeout: float | None = None) -> int | None:
         """Commit the newest version, if there is one that the model does not have.
