@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -368,3 +369,18 @@ def test_a_worker_is_removed_before_another_gets_its_id() -> None:
             pending = sender.send_async()
             assert receiver.receive(30) == 1
             assert pending.wait().updated == (0,)
+
+
+def test_a_worker_counts_as_updated_before_its_state_is_noted() -> None:
+    layers = [Interval(2)]
+    with (
+        Sender("thread", nn.Linear(2, 1), num_workers=1, layers=layers, timeout=60) as sender,
+        Receiver(sender.address(0), nn.Linear(2, 1)) as receiver,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pending = sender.send_async()
+        with sender._members._lock:
+            received = pool.submit(receiver.receive, 60)
+            assert pending.wait().updated == (0,)
+        assert received.result(60) == 1
+        assert sender.send().skipped == (0,)

@@ -744,7 +744,7 @@ class Sender(Updater):
             known = self._members.statuses
             reached = (i for i in report.updated if i in known)
             # Not one that has got the id of a worker which was removed meanwhile.
-            self._cadence.reached(i for i in reached if known[i].version >= report.version)
+            self._cadence.reached(i for i in reached if known[i].wanted >= report.version)
         if report.failed and waited and not self._closed:
             for settle in tuple(self._settlers.values()):
                 report = _settled(report, settle)
