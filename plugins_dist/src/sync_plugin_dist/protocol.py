@@ -19,8 +19,8 @@ sender    ``again``                               leave the process group; ``tak
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
 worker    ``broken``, number                      the process group failed here
-worker    ``give_up``                             it was interrupted: it waits for no version
-sender    ``given_up``                            what came before is not meant any more
+worker    ``give_up``                             interrupted: it takes back its ``take``
+sender    ``given_up``                            confirms that; messages before it are void
 worker    ``answer``, answer                      committed, or not
 worker    ``leave``, reason                       it closes its receiver
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes

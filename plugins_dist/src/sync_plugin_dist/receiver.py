@@ -97,7 +97,7 @@ class StreamReceiver(ReceiverTransport):
         self._asked = 0.0
         # The sender owes a reply: a second request would get two, and mistake one for the other.
         self._asking = False
-        # A call was interrupted: what the sender said before it confirms that is of no use.
+        # Whether `give_up` was sent, and is not confirmed: messages until then are ignored.
         self._giving_up = False
         self._line = ControlChannel(connection, self._put_key)
         self._link = options.link(context, connection.getsockname()[0])
