@@ -381,6 +381,35 @@ def test_a_worker_counts_as_updated_before_its_state_is_noted() -> None:
         pending = sender.send_async()
         with sender._members._lock:
             received = pool.submit(receiver.receive, 60)
-            assert pending.wait().updated == (0,)
+            deadline = time.monotonic() + 60
+            while not pending.deliveries[0].ended and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert pending.wait(0.0).updated == (0,)
         assert received.result(60) == 1
         assert sender.send().skipped == (0,)
+
+
+def test_a_send_ends_after_all_that_watches_its_deliveries_has_noted_the_outcome() -> None:
+    noting, noted = threading.Event(), threading.Event()
+
+    def note(delivery: Delivery, error: WorkerError | None) -> None:
+        del delivery, error
+        noting.set()
+        noted.wait(60)
+
+    with (
+        Sender("thread", nn.Linear(2, 1), num_workers=1, timeout=60) as sender,
+        Receiver(sender.address(0), nn.Linear(2, 1)) as receiver,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        pending = sender.send_async()
+        pending.deliveries[0].watch(note)
+        received, sent = pool.submit(receiver.receive, 60), pool.submit(pending.wait)
+        assert noting.wait(60)
+        try:
+            with pytest.raises(TimeoutError):
+                sent.result(0.3)
+        finally:
+            noted.set()
+        assert sent.result(60).updated == (0,)
+        assert received.result(60) == 1

@@ -240,10 +240,12 @@ class Delivery:
         self.remark = ""
         # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
         self._lock = threading.RLock()
-        # Taken until the end. Not an Event, whose methods are written in Python: Ctrl-C inside of
-        # them would leave its lock taken, and whatever ends the delivery would wait for ever.
+        # Taken until the watchers know of the end. Not an Event, whose methods are written in
+        # Python: Ctrl-C inside of them would leave its lock taken, and whatever ends the delivery
+        # would wait for ever.
         self._running = threading.Lock()
         self._running.acquire()
+        self._told = False
         self._watchers: tuple[Callable[[Delivery, WorkerError | None], None], ...] = ()
         self._on_end: Callable[[], None] | None = None
 
@@ -277,9 +279,13 @@ class Delivery:
         self._end(error, None)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for the end, at most ``timeout`` seconds; whether it has ended."""
+        """Wait until it has ended and its watchers know, at most ``timeout`` seconds.
+
+        Returns:
+            Whether it has ended; before the timeout, all that watches it has noted the outcome.
+        """
         limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        if not self.ended and self._running.acquire(timeout=limit):
+        if not self._told and self._running.acquire(timeout=limit):
             self._running.release()
         return self.ended
 
@@ -287,7 +293,8 @@ class Delivery:
         """Notify ``watcher`` of every outcome, also of one after the end, which changes nothing.
 
         Args:
-            watcher: called with this delivery and the error, if any; it must not block.
+            watcher: called with this delivery and the error, if any; it must not block, as those
+                who wait for the end wait for it.
         """
         with self._lock:
             self._watchers = *self._watchers, watcher
@@ -296,7 +303,9 @@ class Delivery:
             watcher(self, self.error)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call a function at the end, from the thread that ends it; not if it has ended already.
+        """Call a function at the end, after the watchers, from the thread that ends it.
+
+        Not if it has ended already.
 
         For a transport whose `SenderTransport.wait` does not wait for the deliveries one by one.
         """
@@ -305,16 +314,21 @@ class Delivery:
     def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
             self.latest = answer or self.latest
-            if not self.ended:
+            first = not self.ended
+            if first:
                 self.error, self.answer = error, answer
                 self.ended_at = time.perf_counter()
                 self.ended = True
+            watchers = self._watchers
+        try:
+            for watcher in watchers:
+                watcher(self, error)
+        finally:
+            if first:
+                self._told = True
                 self._running.release()
                 if self._on_end is not None:
                     self._on_end()
-            watchers = self._watchers
-        for watcher in watchers:
-            watcher(self, error)
 
 
 def wait_for_each(deliveries: Sequence[Delivery], timeout: float) -> None:
