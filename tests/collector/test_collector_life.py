@@ -19,15 +19,21 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from tensordict import TensorDictBase
 from tests.collector.processes import MODELS, Pid, collector
+from tests.core.test_calling import Agent, CallsScheme, linear
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale, long_episodes, values
 from sync_core import (
     ClosedError,
+    ReceiverTransport,
     RemoteCallError,
+    SenderTransport,
     SendReport,
+    TransportContext,
+    hookimpl,
 )
+from sync_plugin_std.thread import ThreadScheme, ThreadSender
 from sync_testing import descendants, eventually, interrupted
 
 pytestmark = [
@@ -339,3 +345,34 @@ def test_an_id_that_only_the_trainer_has_registered(scheme: str, message: str) -
     finally:
         gymnasium.registry.pop(name, None)
     assert ("create_env_fn runs" in str(failure.value)) == (scheme == "shm")
+
+
+class EndsBadly(ThreadScheme):
+    """A transport that cannot be closed."""
+
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
+        made = super().create_transport(context)
+        if isinstance(made, ThreadSender):
+            made.close = self._close  # type: ignore[method-assign]
+        return made
+
+    @staticmethod
+    def _close() -> None:
+        raise OSError("no more")
+
+
+def test_a_transport_that_cannot_be_closed_leaves_no_sender_open() -> None:
+    agents = [Agent()]
+    schemes = {"policy": EndsBadly(), "critic": {"scheme": CallsScheme(), "workers": agents}}
+    options: dict[str, Any] = {"scheme": None, "weight_sync_schemes": schemes}
+    made = collector(policy=Scale(), models={"critic": linear(1.0)}, **options)
+    critic = made.senders["critic"]
+    try:
+        with pytest.raises(OSError, match="no more"):
+            made.shutdown()
+        with pytest.raises(ClosedError):
+            critic.send()
+    finally:
+        critic.close()
+        agents[0].thread.shutdown()

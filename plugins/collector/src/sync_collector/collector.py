@@ -581,7 +581,7 @@ def _end(
     timeout: float | None = None,
 ) -> None:
     """End workers, senders and what else belongs to a collector, come what may."""
-    with closing(reporter), closing(evaluator):
+    with closing(reporter), closing(evaluator), closing(held), closing(weights):
         try:
             # A refresh may have been sent just now; its workers have it in a moment.
             weights.let_end(LET_END if timeout is None else min(LET_END, timeout))
@@ -590,6 +590,3 @@ def _end(
             # Such as a second Ctrl-C: end without waiting, and leave nothing behind.
             pool.stop(0.0)
             raise
-        finally:
-            weights.close()
-            held.close()

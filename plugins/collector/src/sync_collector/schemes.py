@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -325,5 +325,6 @@ class ModelsElsewhere:
 
     def close(self) -> None:
         """Close the senders; the workers keep their weights."""
-        for sender in self.senders.values():
-            sender.close()
+        with ExitStack() as stack:
+            for sender in self.senders.values():
+                stack.callback(sender.close)
