@@ -135,12 +135,10 @@ def test_whoever_waits_for_a_version_is_not_sent_home_by_an_old_one_that_comes_a
         assert held(target) == {7.0}
 
 
-def test_a_version_with_names_that_are_not_the_models() -> None:
-    with connected(Fault(action="misname", point="staged", version=1)) as (
-        sender,
-        receiver,
-        target,
-    ):
+@pytest.mark.parametrize("layers", [(), ("checksum",)], ids=["plain", "with extras"])
+def test_a_version_with_names_that_are_not_the_models(layers: tuple[object, ...]) -> None:
+    fault = Fault(action="misname", point="staged", version=1)
+    with connected(fault, layers=layers) as (sender, receiver, target):
         pending = sender.send_async()
         with pytest.raises(LayoutMismatchError, match=re.escape("'first?'")):
             receiver.receive()

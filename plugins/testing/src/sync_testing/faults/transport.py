@@ -149,8 +149,11 @@ def _corrupted(payload: Payload, at_byte: int) -> Payload:
 
 
 def _misnamed(payload: Payload) -> Payload:
-    specs = zip(payload.layout.specs, payload.tensors, strict=True)
-    layout = Layout.of({f"{spec.name}?": tensor for spec, tensor in specs})
+    # The names of extras say what they are.
+    weights = payload.layout.plain.specs
+    extras = payload.layout.specs[len(weights) :]
+    kinds = [(f"{spec.name}?", spec.dtype, spec.shape) for spec in weights]
+    layout = Layout.of_kinds(kinds + [(spec.name, spec.dtype, spec.shape) for spec in extras])
     return replace(payload, layout=layout, source=payload.tensors)
 
 
