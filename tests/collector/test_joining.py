@@ -28,6 +28,7 @@ from sync_core import (
     SendReport,
     UnknownWorkerError,
 )
+from sync_testing import eventually
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leaves_no_process")]
 
@@ -138,8 +139,9 @@ def test_workers_that_are_added_while_another_thread_collects(workers: str, sync
         for _ in range(4):
             made.add_workers()
             time.sleep(0.05)
+        seats = set(range(5))
+        assert eventually(lambda: {seat(batch) for batch in tuple(batches)} == seats)
         with made.pause():
-            assert {seat(batch) for batch in batches} == set(range(5))
             assert {version for batch in batches for version in versions(batch)} == {1}
 
 
