@@ -240,7 +240,7 @@ class Delivery:
         self.remark = ""
         # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
         self._lock = threading.RLock()
-        # Taken until the watchers know of the end. Not an Event, whose methods are written in
+        # Taken until the watchers were called. Not an Event, whose methods are written in
         # Python: Ctrl-C inside of them would leave its lock taken, and whatever ends the delivery
         # would wait for ever.
         self._running = threading.Lock()
@@ -279,10 +279,10 @@ class Delivery:
         self._end(error, None)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until it has ended and its watchers know, at most ``timeout`` seconds.
+        """Wait until it has ended and its watchers were called, at most ``timeout`` seconds.
 
         Returns:
-            Whether it has ended; before the timeout, all that watches it has noted the outcome.
+            Whether it has ended; its watchers may still be running where the timeout was over.
         """
         limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
         if not self._told and self._running.acquire(timeout=limit):
@@ -293,8 +293,8 @@ class Delivery:
         """Notify ``watcher`` of every outcome, also of one after the end, which changes nothing.
 
         Args:
-            watcher: called with this delivery and the error, if any; it must not block, as those
-                who wait for the end wait for it.
+            watcher: called with this delivery and the error, if any; it must not block, as
+                `wait` returns only after it.
         """
         with self._lock:
             self._watchers = *self._watchers, watcher
@@ -305,9 +305,8 @@ class Delivery:
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call a function at the end, after the watchers, from the thread that ends it.
 
-        Not if it has ended already.
-
-        For a transport whose `SenderTransport.wait` does not wait for the deliveries one by one.
+        Where it has ended already, the function is not called. For a transport whose
+        `SenderTransport.wait` does not wait for the deliveries one by one.
         """
         self._on_end = callback
 
