@@ -114,7 +114,7 @@ class StreamReceiver(ReceiverTransport):
 
         One that is offered by then is fetched, however long that takes: to give it up would cost
         the process group, and all its members. A sender that is silent is given up after
-        the receiver's own timeout, or a quarter more after a recent message.
+        the receiver's own timeout, or up to half more after a recent message.
 
         Raises:
             CapacityError: there are no descriptors for a connection.
@@ -180,8 +180,9 @@ class StreamReceiver(ReceiverTransport):
         self._take()
         deadline = time.monotonic() + self._timeout
         while True:
-            # A process that was stopped for longer finds a sender that lives, and may tell.
-            message = self._next(max(self._timeout / 4, deadline - time.monotonic()))
+            # A process that was stopped for longer finds a sender that lives, and may tell. Of
+            # three suspects, each has its turn, an eighth, at least once in that time.
+            message = self._next(max(self._timeout / 2, deadline - time.monotonic()))
             if message["type"] == "wire":
                 self._open_wire(message)
             elif message["type"] == "data":
