@@ -40,6 +40,9 @@ _log = logging.getLogger("sync_core")
 #: Two of a hundred workers that come at the same moment take the same place about once; that costs
 #: one of them a connection.
 PLACES = 64
+# How often in succession a place may be lost: of 20 workers that come at once, one may take the
+# place of another in 3 of 10 attempts.
+_ATTEMPTS = 8
 _NAME_NBYTES = 16
 # How long closing waits for a worker that is being admitted, in seconds; an estimate.
 _PATIENCE = 5.0
@@ -195,17 +198,18 @@ def enter(address: Address, timeout: float) -> Address:
     entrance: Entrance = address.endpoint
     name = secrets.token_bytes(_NAME_NBYTES)
     deadline = time.monotonic() + timeout
-    lost: SenderLostError | None = None
+    known, repeated = "", 0
     while (left := deadline - time.monotonic()) > 0:
         place = replace(entrance.admission, worker_id=secrets.randbelow(PLACES))
         try:
             with closing(place.connect(timeout)) as transport:
                 worker_id = _ask(transport, name, left)
         except SenderLostError as error:
-            # Another worker has taken the place, or the sender is gone: the next attempt tells.
-            if lost is not None and str(lost) == str(error):
+            # Another worker has taken the place, or the sender is gone: further attempts tell.
+            repeated = repeated + 1 if str(error) == known else 1
+            if repeated == _ATTEMPTS:
                 raise
-            lost = error
+            known = str(error)
             continue
         if worker_id is not None:
             return replace(address, worker_id=worker_id, endpoint=entrance.workers)
