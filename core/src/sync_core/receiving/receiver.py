@@ -124,6 +124,8 @@ class Receiver(Updated):
         self._process = os.getpid()
         # No other thread may close what a thread waits for.
         self._exclusive = Exclusive()
+        # Held for shorter: another thread may ask for a snapshot while one waits for a version.
+        self._writing = Exclusive()
         self._background = background
         self._reasons: list[str] = []
         self._make_target = partial(Target, context=context, load=load, consolidate=consolidate)
@@ -288,9 +290,10 @@ class Receiver(Updated):
     def load(self) -> None:
         """Write what is staged into the model; to be followed by `confirm` or `reject`."""
         if self._staged is not None:
-            self._load_began = time.perf_counter()
-            self._target.write(self._staged, self._version)
-            self._load_ended = time.perf_counter()
+            with self._writing:
+                self._load_began = time.perf_counter()
+                self._target.write(self._staged, self._version)
+                self._load_ended = time.perf_counter()
 
     def reject(self, error: BaseException) -> None:
         """Drop what is staged, and tell the sender why."""
@@ -344,7 +347,8 @@ class Receiver(Updated):
 
     def snapshot(self) -> Mapping[str, Tensor] | None:
         """A copy of the model's weights; None where the scheme alone knows how to load them."""
-        return self._target.snapshot()
+        with self._writing:
+            return self._target.snapshot()
 
     def apply_weights(self, weights: Any) -> None:
         """Commit weights given by hand; the version stays what it is.
@@ -355,7 +359,9 @@ class Receiver(Updated):
         Raises:
             LayoutMismatchError: they do not fit the model; nothing was written.
         """
-        self._target.write_by_hand(weights, self._transport.prepare(weights))
+        prepared = self._transport.prepare(weights)
+        with self._writing:
+            self._target.write_by_hand(weights, prepared)
 
     def on_arrival(self, callback: Callable[[], object]) -> bool:
         """Have a function called whenever a version may have come, from now on.
