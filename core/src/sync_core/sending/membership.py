@@ -232,7 +232,8 @@ class Membership:
                     quarantined = worker.state is WorkerState.QUARANTINED
                     unwaited[worker_id] = "quarantine" if quarantined else "restart"
                 self._put(worker_id, sent(worker, version, now), f"version {version} was sent")
-            if reached_all and deliveries.keys() == self._workers.keys():
+            # Another thread may have removed some of them meanwhile.
+            if reached_all and deliveries.keys() >= self._workers.keys():
                 self._newest_for_all = version
         for worker_id, seat in seats.items():
             # The seat, since one that was removed may answer when its id is another's.

@@ -520,16 +520,16 @@ class Sender(Updater):
         extras: Mapping[str, Tensor] | None,
     ) -> tuple[PendingSend, Payload | None]:
         """Start a send; return the version, too, where that goes to all workers."""
-        addressed = self._members.ids
+        everyone = addressed = self._members.ids
         if worker_ids is not None:
-            addressed = normalize(worker_ids, addressed)
+            addressed = normalize(worker_ids, everyone)
         update = self._read(given)
         with read_to_its_end(update):
             transport = self._pipeline.transport or self._open(update, given)
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
-            to_none = self._publishes and worker_ids is None and not self._members.ids
+            to_none = self._publishes and worker_ids is None and not everyone
             if extras:
                 update.extras = checked(extras, self._extras)
                 self._extras = kinds_of(update.extras)
@@ -553,7 +553,7 @@ class Sender(Updater):
             if sends:
                 payload = Payload(self._version, *attached(update), packing=packing)
                 deliveries = self._pipeline.send(payload, due)
-                to_all = payload if to_none or len(due) == len(self._members.ids) else None
+                to_all = payload if to_none or len(due) == len(everyone) else None
             skipped = () if due is addressed else [i for i in addressed if i not in due]
             pending = PendingSend(
                 self._version,

@@ -162,7 +162,7 @@ class NoneSender(SenderTransport):
         """Count the version as committed."""
         deliveries = {}
         self._last = payload
-        if self._worker_ids == set(worker_ids):
+        if self._worker_ids <= set(worker_ids):
             self._version_for_all = payload.version
         for worker_id in worker_ids:
             self.newest[worker_id] = payload

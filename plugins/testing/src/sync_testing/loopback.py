@@ -19,7 +19,7 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
-from sync_core.errors import AddressError
+from sync_core.errors import AddressError, WorkerError
 from sync_core.transports import Block, Notice
 
 _senders: WeakValueDictionary[str, LoopbackSender] = WeakValueDictionary()
@@ -71,7 +71,7 @@ class LoopbackSender(SenderTransport):
         block = Block.allocate(payload.nbytes)
         payload.pack(block)
         copy = Payload.unpack(block, payload.version)
-        if len(worker_ids) == len(self.offers):
+        if self.offers.keys() <= set(worker_ids):
             self._newest = copy
         return {worker_id: self._offer(worker_id, copy) for worker_id in worker_ids}
 
@@ -93,7 +93,10 @@ class LoopbackSender(SenderTransport):
 
     def _offer(self, worker_id: int, payload: Payload) -> Delivery:
         delivery = Delivery(worker_id, payload.version, payload.nbytes)
-        self.offers[worker_id] = payload, delivery
+        if worker_id in self.offers:
+            self.offers[worker_id] = payload, delivery
+        else:
+            delivery.fail(WorkerError(worker_id, "was removed from the sender"))
         return delivery
 
 

@@ -470,7 +470,7 @@ class TwoPhaseSender(SenderTransport):
         self._number += 1
         for worker_id in worker_ids:
             self._members[worker_id].aborted = False
-        if self._members.keys() == set(worker_ids):
+        if self._members.keys() <= set(worker_ids):
             # Now a worker that joins is given this one.
             self._joining.aborted = self._joining.packed is not packed
         try:

@@ -152,7 +152,8 @@ class Publisher:
                     delivery.fail(WorkerLostError(worker_id, place.lost))
                 if place.wake is not None:
                     place.wake()
-            if len(deliveries) == len(self._places):
+            # Another thread may have removed some of them meanwhile.
+            if deliveries.keys() >= self._places.keys():
                 self._newest_for_all = slot
         return deliveries
 

@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,10 @@ from sync_core import (
     SenderLostError,
     SendError,
     UnknownWorkerError,
+    Update,
     WorkerState,
     WorkerTimeoutError,
+    hookimpl,
 )
 from sync_core.errors import AddressError
 from sync_plugin_scale import Pool
@@ -195,6 +197,22 @@ class LifetimeCases(SchemeCases):
         workers.connect(workers.sender.add_worker())
         assert workers.receive(2) == 1, RECEIVED
         assert workers.values() == [{4.0}, {3.0}, {1.0}], VALUES
+
+    def test_a_late_worker_gets_what_was_sent_while_another_was_removed(self, start: Start) -> None:
+        self.need("late_join")
+        self.need_one_sender()
+        policy, removal = make_policy(1.0), _Removal()
+        workers = start(policy, layers=[removal])
+        workers.send()
+        fill(policy, 2.0)
+        removal.act = partial(workers.sender.remove_worker, 1)
+        pending = workers.sender.send_async()
+        assert workers.receive(0) == 2, RECEIVED
+        with suppress(SendError):
+            pending.wait()
+        workers.connect(workers.sender.add_worker())
+        assert workers.receive(2) == 2, RECEIVED
+        assert workers.pool.call(2, Worker.values) == {2.0}, VALUES
 
     def test_a_late_worker_after_a_partial_update_gets_a_whole_version(self, start: Start) -> None:
         self.need("late_join")
@@ -418,6 +436,20 @@ _PLACES = ("this process", "worker 0", "worker 1")
 def _resources(pool: SharedGroup) -> list[dict[str, int]]:
     """Of this process and of the workers."""
     return [_own_resources(), *(pool.call(i, lambda _: _own_resources()) for i in (0, 1))]
+
+
+class _Removal:
+    """A layer that acts once while a version is prepared, as another thread may."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], object] | None = None
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self) -> Generator[None, Update, Update]:
+        act, self.act = self.act, None
+        if act is not None:
+            act()
+        return (yield)
 
 
 class _MallocInfo(ctypes.Structure):
