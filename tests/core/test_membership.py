@@ -7,8 +7,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,14 +18,18 @@ from torch import nn
 from sync_core import (
     Delivery,
     MembershipEvent,
+    PendingSendError,
     Receiver,
+    SendContext,
     Sender,
     SendError,
     UnknownWorkerError,
+    Update,
     WorkerError,
     WorkerLostError,
     WorkerState,
     WorkerTimeoutError,
+    hookimpl,
 )
 from sync_core.sending.membership import Membership
 from sync_core.transports import Notice
@@ -336,6 +341,56 @@ def test_the_pushes_of_a_removed_worker_are_not_those_of_the_next_with_its_id() 
             pending = sender.send_async(worker_ids=0)
             assert receiver.receive(0) == 2
             assert pending.wait().updated == (0,)
+
+
+def test_a_version_that_is_sent_while_a_worker_is_removed_went_to_all() -> None:
+    removes, sent = threading.Event(), threading.Event()
+    with Sender("thread", nn.Linear(2, 1), num_workers=2, timeout=60) as sender:
+        sender.send_async().abandon()
+        transport = sender._pipeline.transport
+        assert transport is not None
+        remove = transport.remove_worker
+
+        def remove_late(worker_id: int) -> None:
+            removes.set()
+            sent.wait(0.3)
+            remove(worker_id)
+
+        transport.remove_worker = remove_late  # type: ignore[method-assign]
+        thread = threading.Thread(target=sender.remove_worker, args=(1,))
+        thread.start()
+        assert removes.wait(30)
+        sender.send_async().abandon()
+        sent.set()
+        thread.join(30)
+        with Receiver(sender.address(sender.add_worker()), nn.Linear(2, 1)) as receiver:
+            assert receiver.receive(30) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [Sender.add_worker, partial(Sender.advance, version=7), Sender.send],
+    ids=["add_worker", "advance", "send"],
+)
+def test_what_a_layer_calls_while_a_send_is_started_is_refused(
+    call: Callable[[Sender], object],
+) -> None:
+    errors: list[PendingSendError] = []
+
+    class Calling:
+        @hookimpl(wrapper=True)
+        def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
+            if context.version:
+                with pytest.raises(PendingSendError, match="set a flag there") as refusal:
+                    call(sender)
+                errors.append(refusal.value)
+            return (yield)
+
+    with Sender("none", nn.Linear(2, 1), num_workers=1, layers=[Calling()]) as sender:
+        sender.send()
+        assert sender.send().version == 2
+        assert errors
+        assert sender.all_worker_ids() == (0,)
 
 
 def test_a_worker_is_removed_before_another_gets_its_id() -> None:

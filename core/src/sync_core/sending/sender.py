@@ -216,6 +216,7 @@ class Sender(Updater):
 
         Raises:
             ValueError: it is less: versions only grow.
+            PendingSendError: the same thread is starting a send.
 
         Example:
             >>> with Sender("none", torch.nn.Linear(4, 2), num_workers=1) as sender:
@@ -226,6 +227,7 @@ class Sender(Updater):
         version = check_count(version, "version", least=0)
         with self._starting:
             self._check_open()
+            self._check_starts_nothing()
             if version < self._version:
                 raise ValueError(
                     f"versions only grow: the sender is at version {self._version}, got {version}"
@@ -520,7 +522,9 @@ class Sender(Updater):
         extras: Mapping[str, Tensor] | None,
     ) -> tuple[PendingSend, Payload | None]:
         """Start a send; return the version, too, where that goes to all workers."""
-        everyone = addressed = self._members.ids
+        with self._changing:
+            # Not while a worker is known to the transport alone.
+            everyone = addressed = self._members.ids
         if worker_ids is not None:
             addressed = normalize(worker_ids, everyone)
         update = self._read(given)
@@ -601,6 +605,7 @@ class Sender(Updater):
 
         Raises:
             OptionError: a handle where the others have none, or none where they have one.
+            PendingSendError: the same thread is starting a send.
             ValueError: there is such a worker already, or that is not an id.
         """
         self._check_open()
@@ -608,6 +613,7 @@ class Sender(Updater):
         # Either the send that another thread has begun is for this worker too, or it goes to all
         # before there is this worker, which then gets it as one that joins late.
         with self._starting, self._changing:
+            self._check_starts_nothing()
             worker_id = self._members.next_id if worker_id is None else as_id(worker_id)
             if worker_id in self._members:
                 raise ValueError(f"there is a worker {worker_id} already")
@@ -690,14 +696,18 @@ class Sender(Updater):
         if self._closed:
             raise ClosedError("the sender is closed")
 
-    def _check_ready(self) -> None:
-        if self._closed or os.getpid() != self._process:
-            self._check_open()
+    def _check_starts_nothing(self) -> None:
+        """With `_starting`, which the thread that starts a send may take again."""
         if self._begins:
             raise PendingSendError(
                 "this call came while the same thread was starting a send, such as from a signal "
-                "handler or a layer; set a flag there, and send when the first send has returned"
+                "handler or a layer; set a flag there, and call it when the send has returned"
             )
+
+    def _check_ready(self) -> None:
+        if self._closed or os.getpid() != self._process:
+            self._check_open()
+        self._check_starts_nothing()
         # One that has ended may be left here by Ctrl-C.
         if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
