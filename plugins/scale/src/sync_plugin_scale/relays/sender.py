@@ -140,10 +140,14 @@ class ChunkedSender(SenderTransport):
         with self._lock:
             if deliveries.keys() >= self._workers.keys():
                 self._newest = version
-            for worker_id, delivery in deliveries.items():
-                self._workers[worker_id] = _Progress(version, delivery)
-            for worker_id in worker_ids:
+            served = [worker_id for worker_id in deliveries if worker_id in self._workers]
+            for worker_id in served:
+                self._workers[worker_id] = _Progress(version, deliveries[worker_id])
+            for worker_id in served:
                 self._continue(worker_id)
+        for worker_id in deliveries.keys() - {*served}:
+            # By another thread since the send began.
+            deliveries[worker_id].fail(WorkerError(worker_id, "was removed from the sender"))
         return deliveries
 
     def more(self, version: ChunkedVersion, available: int) -> None:

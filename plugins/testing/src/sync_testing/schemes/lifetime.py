@@ -213,6 +213,11 @@ class LifetimeCases(SchemeCases):
         workers.connect(workers.sender.add_worker())
         assert workers.receive(2) == 2, RECEIVED
         assert workers.pool.call(2, Worker.values) == {2.0}, VALUES
+        # Nor is the one that was removed still counted.
+        fill(policy, 3.0)
+        assert workers.send().updated == (0, 2), REPORT
+        workers.connect(workers.sender.add_worker(1))
+        assert workers.receive(1) == 3, RECEIVED
 
     def test_a_late_worker_after_a_partial_update_gets_a_whole_version(self, start: Start) -> None:
         self.need("late_join")
