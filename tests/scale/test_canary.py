@@ -131,6 +131,22 @@ def test_a_trial_that_fails_is_none(fleet: Fleet) -> None:
     assert canary.try_on([0]).updated == (0,)
 
 
+@pytest.mark.parametrize("worker_ids", [[2], [0, 2]])
+def test_a_trial_is_taken_back_also_from_a_worker_that_raised_once_it_had_it(
+    fleet: Fleet, worker_ids: list[int]
+) -> None:
+    canary = Canary(fleet.sender)
+    fleet.fill(1.0)
+    canary.send()
+    fleet.fill(2.0)
+    fleet.raises_at = 2
+    with pytest.raises(SendError, match="worker 2: has version 2"):
+        canary.try_on(worker_ids)
+    assert canary.trying == tuple(worker_ids)
+    assert canary.take_back().updated == tuple(worker_ids)
+    assert fleet.values() == [1.0, 1.0, 1.0]
+
+
 def test_a_promotion_that_fails_for_one_is_taken_back_from_all(fleet: Fleet) -> None:
     canary = Canary(fleet.sender)
     fleet.fill(1.0)

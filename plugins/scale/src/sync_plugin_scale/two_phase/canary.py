@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sync_core import OptionError, SendError, SendReport, SyncError
+from sync_core import (
+    OptionError,
+    SendError,
+    SendReport,
+    SyncError,
+    WorkerError,
+    WorkerResult,
+)
 
 if TYPE_CHECKING:
     from sync_core import Sender
@@ -94,7 +101,7 @@ class Canary:
         try:
             report = self._sender.send(weights, timeout=timeout)
         except SendError as failure:
-            if failure.report.updated:
+            if _holding(failure.report):
                 self._common = _Kept(failure.report.version, weights, None)
             raise
         self._common = _Kept(report.version, weights, None)
@@ -110,7 +117,7 @@ class Canary:
         Raises:
             SyncError: a version is on trial already, or no version was sent to all.
             SendError: see `Sender.send`. Where some workers have the version all the same, as with
-                ``failed="leave_out"``, it is on trial with these.
+                ``failed="leave_out"``, or where ``on_commit`` raised, it is on trial with these.
         """
         self._check_no_trial("try_on()")
         if self._common is None:
@@ -139,7 +146,7 @@ class Canary:
         try:
             report = self._sender.send(tried.weights, timeout=timeout)
         except SendError as failure:
-            if failure.report.updated:
+            if _holding(failure.report):
                 # Also those that have not answered in time may have them, or join and get them.
                 self._tried = _Kept(failure.report.version, tried.weights, None)
             raise
@@ -170,8 +177,8 @@ class Canary:
         return report
 
     def _begin(self, report: SendReport, weights: Mapping[str, Tensor]) -> None:
-        if report.updated:
-            self._tried = _Kept(report.version, weights, report.updated)
+        if holding := _holding(report):
+            self._tried = _Kept(report.version, weights, holding)
 
     def _trial(self, call: str) -> _Kept:
         if self._tried is None:
@@ -184,3 +191,14 @@ class Canary:
                 f"{call} while version {self._tried.version} is on trial with workers "
                 f"{self.trying}; call promote() or take_back() before it"
             )
+
+
+def _holding(report: SendReport) -> tuple[int, ...]:
+    """Return the workers that hold a version, or parts of it: also some that have failed."""
+    return tuple(i for i, result in report.workers.items() if _holds(result))
+
+
+def _holds(result: WorkerResult) -> bool:
+    if isinstance(result.error, WorkerError):
+        return result.error.model_state != "kept"
+    return result.version is not None
