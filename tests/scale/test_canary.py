@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 import pytest
 import torch
 
 from sync_core import OptionError, Receiver, Sender, SenderLostError, SendError, SyncError
-from sync_plugin_scale import Canary
+from sync_plugin_scale import Canary, TwoPhase
+from sync_testing.worker_groups import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -145,6 +146,35 @@ def test_a_trial_is_taken_back_also_from_a_worker_that_raised_once_it_had_it(
     assert canary.trying == tuple(worker_ids)
     assert canary.take_back().updated == tuple(worker_ids)
     assert fleet.values() == [1.0, 1.0, 1.0]
+
+
+def test_a_trial_is_taken_back_also_from_a_worker_that_committed_it_late() -> None:
+    model, copies = torch.nn.Linear(8, 4), [torch.nn.Linear(8, 4) for _ in range(2)]
+    scheme = TwoPhase("thread", failed="leave_out")
+    with ThreadPoolExecutor() as threads, Sender(scheme, model, num_workers=2) as sender:
+        receivers = [Receiver(sender.address(i), copy) for i, copy in enumerate(copies)]
+        canary = Canary(sender)
+
+        def receive(*worker_ids: int) -> list[Future[int | None]]:
+            return [threads.submit(receivers[i].receive, 30.0) for i in worker_ids]
+
+        received = receive(0, 1)
+        canary.send()
+        assert [each.result() for each in received] == [1, 1]
+        before = copies[1].weight.clone()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        received = receive(0)
+        with pytest.raises(SendError, match="worker 1: did not confirm"):
+            canary.try_on([0, 1], timeout=1.0)
+        assert canary.trying == (0,)
+        assert [each.result() for each in (*received, *receive(1))] == [2, 2]
+        assert not torch.equal(copies[1].weight, before)
+        assert eventually(lambda: canary.trying == (0, 1))
+        received = receive(0, 1)
+        assert canary.take_back().updated == (0, 1)
+        assert [each.result() for each in received] == [3, 3]
+        assert torch.equal(copies[1].weight, before)
 
 
 def test_a_promotion_that_fails_for_one_is_taken_back_from_all(fleet: Fleet) -> None:

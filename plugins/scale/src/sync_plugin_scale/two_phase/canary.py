@@ -75,10 +75,15 @@ class Canary:
     @property
     def trying(self) -> tuple[int, ...]:
         """The workers that have a version on trial; none where there is no trial."""
-        if self._tried is None:
+        tried = self._tried
+        if tried is None:
             return ()
-        tried = self._tried.worker_ids
-        return self._sender.all_worker_ids() if tried is None else tried
+        if tried.worker_ids is None:
+            return self._sender.all_worker_ids()
+        # Some may have committed it after the send had ended.
+        workers = self._sender.workers.items()
+        late = (i for i, worker in workers if worker.version == tried.version)
+        return tuple(dict.fromkeys((*tried.worker_ids, *late)))
 
     @property
     def restores(self) -> Mapping[int, int]:
@@ -169,7 +174,7 @@ class Canary:
         served = None
         if tried.worker_ids is not None:
             known = self._sender.all_worker_ids()
-            served = [worker_id for worker_id in tried.worker_ids if worker_id in known]
+            served = [worker_id for worker_id in self.trying if worker_id in known]
         report = self._sender.send(common.weights, served, timeout=timeout)
         if report.workers:
             self._restores[report.version] = common.version
