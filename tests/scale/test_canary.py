@@ -48,6 +48,14 @@ class Fleet:
             for parameter in self.model.parameters():
                 parameter.fill_(value)
 
+    def begin(self) -> Canary:
+        """Send 1.0 to all; 2.0 is what comes next."""
+        canary = Canary(self.sender)
+        self.fill(1.0)
+        canary.send()
+        self.fill(2.0)
+        return canary
+
     def values(self) -> list[float]:
         """The value of each worker, all of whose elements are that."""
         found = [
@@ -96,10 +104,7 @@ def test_a_version_that_is_taken_back(fleet: Fleet) -> None:
 
 
 def test_a_version_that_is_promoted(fleet: Fleet) -> None:
-    canary = Canary(fleet.sender)
-    fleet.fill(1.0)
-    canary.send()
-    fleet.fill(2.0)
+    canary = fleet.begin()
     canary.try_on([1])
     fleet.fill(3.0)
     assert canary.promote().updated == (0, 1, 2)
@@ -136,10 +141,7 @@ def test_a_trial_that_fails_is_none(fleet: Fleet) -> None:
 def test_a_trial_is_taken_back_also_from_a_worker_that_raised_once_it_had_it(
     fleet: Fleet, worker_ids: list[int]
 ) -> None:
-    canary = Canary(fleet.sender)
-    fleet.fill(1.0)
-    canary.send()
-    fleet.fill(2.0)
+    canary = fleet.begin()
     fleet.raises_at = 2
     with pytest.raises(SendError, match="worker 2: has version 2"):
         canary.try_on(worker_ids)
@@ -178,10 +180,7 @@ def test_a_trial_is_taken_back_also_from_a_worker_that_committed_it_late() -> No
 
 
 def test_a_promotion_that_fails_for_one_is_taken_back_from_all(fleet: Fleet) -> None:
-    canary = Canary(fleet.sender)
-    fleet.fill(1.0)
-    canary.send()
-    fleet.fill(2.0)
+    canary = fleet.begin()
     canary.try_on([0])
     fleet.raises_at = 3
     with pytest.raises(SendError, match="worker 2: has version 3"):
@@ -194,10 +193,7 @@ def test_a_promotion_that_fails_for_one_is_taken_back_from_all(fleet: Fleet) -> 
 
 
 def test_a_trial_returns_to_what_a_send_has_brought_that_failed_for_one(fleet: Fleet) -> None:
-    canary = Canary(fleet.sender)
-    fleet.fill(1.0)
-    canary.send()
-    fleet.fill(2.0)
+    canary = fleet.begin()
     fleet.raises_at = 2
     with pytest.raises(SendError, match="worker 2: has version 2"):
         canary.send()

@@ -697,7 +697,7 @@ class Sender(Updater):
             raise ClosedError("the sender is closed")
 
     def _check_starts_nothing(self) -> None:
-        """With `_starting`, which the thread that starts a send may take again."""
+        """Raise `PendingSendError` in the thread that is starting a send; `_starting` is held."""
         if self._begins:
             raise PendingSendError(
                 "this call came while the same thread was starting a send, such as from a signal "
