@@ -288,21 +288,3 @@ def test_a_module_that_replaces_another_holds_no_version(several: bool) -> None:
         assert receiver.version == 0
         deliver(sender, receiver)
         assert values(vars(worker) if several else worker.policy) == {1.0}
-
-
-@pytest.mark.parametrize("scheme", ["thread", "shm", "increments::shm"])
-def test_a_module_that_is_registered_later_holds_no_version(scheme: str) -> None:
-    source = models(1.0)["policy"]
-    with Sender(scheme, source, num_workers=1) as sender:
-        receiver = Receiver(sender.address(0), models(0.0)["policy"])
-        deliver(sender, receiver)
-        receiver.register_model(later := models(0.0)["policy"])
-        assert (receiver.version, receiver.delivered) == (0, 0)
-        receiver.register_model(later)
-        with torch.no_grad():
-            next(source.parameters())[0] = 2.0
-        deliver(sender, receiver)
-        assert values(later) == {1.0, 2.0}
-        receiver.register_model(later)
-        assert receiver.version == sender.version
-        receiver.close()

@@ -29,6 +29,7 @@ VOCABULARY: list[dict[str, Any]] = [
     {"type": "on", "version": 1, "held": [1, 2]},
     {"type": "lacks", "index": 1},
     {"type": "look"},
+    {"type": "pipe"},
     {"type": "leave", "reason": "left"},
     {"type": "gone", "reason": "gone"},
 ]

@@ -382,10 +382,6 @@ class WrappingReceiver(ReceiverTransport):
         """Return what the inner transport returns."""
         return self.transport.delivered(version)
 
-    def forget_commit(self) -> None:
-        """Let the inner transport know."""
-        self.transport.forget_commit()
-
     def on_arrival(self, callback: Callable[[], None]) -> bool:
         """Let the inner transport call the function."""
         return self.transport.on_arrival(callback)

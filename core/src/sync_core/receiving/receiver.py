@@ -106,18 +106,18 @@ class Receiver(Updated):
         if isinstance(address.endpoint, IndirectEndpoint):
             self._shared = address
             address = address.endpoint.resolve(address, timeout)
-        resolve = getattr(registry.find(registry.SCHEMES, address.scheme).object, "resolve", None)
-        if resolve is not None:
-            address, found = resolve(address, None if load else model, timeout)
-            model = model if load else found
         self._timeout = timeout
         self._on_commit = on_commit
         self._on_arrival: Callable[[], object] = _nothing
         self._first_version = check_count(version, "version", least=0)
         self._version, self._refused = self._first_version, 0
-        # The version with which this worker has joined again; 0 where it has not.
-        self._rejoined = 0
         self._staged: Payload | None = None
+        # The transport that brought what came last, which alone is answered about it.
+        self._asked: ReceiverTransport | None = None
+        # Another model was registered while a thread commits, which then connects anew.
+        self._replaced = False
+        # What ends the connections in whose place there are others.
+        self._outdated: list[weakref.finalize[..., Any]] = []
         self._extras: Mapping[str, Tensor] = {}
         self._load_began = self._load_ended = 0.0
         self._closed = False
@@ -129,7 +129,10 @@ class Receiver(Updated):
         self._background = background
         self._reasons: list[str] = []
         self._make_target = partial(Target, context=context, load=load, consolidate=consolidate)
-        self._connect(address, model)
+        self._loads = load is not None
+        # What a scheme's `resolve` is given, for each model.
+        self._given = address
+        self._connect(*self._resolve(model))
 
     @property
     def version(self) -> int:
@@ -183,16 +186,32 @@ class Receiver(Updated):
     def register_model(self, model: Any) -> None:
         """Say what the weights are committed to; see the argument ``model``.
 
-        Where that is another model than before, `version` is 0 until the next one is committed.
+        Where that is another model than before, `version` is 0, this worker is no longer current
+        for the sender, and the newest version comes again.
 
         Raises:
             LayoutMismatchError: the model does not fit the sender's; the one before stays.
+            SenderLostError: the sender is gone.
         """
         before = self._target.model
-        self._target.register(model)
-        if before is not None and not same(model, before):
-            self._version = 0
-            self._transport.forget_commit()
+        if before is None or same(model, before):
+            self._target.register(model)
+            return
+        self._check_open()
+        address, model = self._resolve(model)
+        with self._writing:
+            self._target.register(model)
+            self._address, self._version, self._replaced = address, 0, True
+            if self._exclusive.acquire(0):
+                try:
+                    self._connect_anew()
+                    self._leave_outdated()
+                finally:
+                    self._exclusive.release()
+            elif self._exclusive.waiting:
+                outdated = self._transport
+                self._connect_anew()
+                outdated.wake()
 
     def receive(self, timeout: float | None = None) -> int | None:
         """Commit the newest version, if there is one that the model does not have.
@@ -246,9 +265,7 @@ class Receiver(Updated):
         self._check_open()
         if self._staged is not None:
             self.reject(SyncError("a newer version was asked for before this one was committed"))
-        if self._target.model_was_replaced():
-            self._version = 0
-            self._transport.forget_commit()
+        self._replaced |= self._target.model_was_replaced()
         self._target.loaded = False
         # Kept at once: after Ctrl-C it is rejected, and its memory is given back.
         self._staged = self._next(deadline)
@@ -264,8 +281,8 @@ class Receiver(Updated):
         if payload.version <= self._version:
             self._staged = None
             payload.release()
-            if payload.version == self._version == self._rejoined:
-                # The sender cannot know that this worker has it.
+            if payload.version == self._version > self._first_version:
+                # It has joined again: the sender cannot know that this worker has it.
                 self._answer(Answer(version=payload.version))
             elif payload.version <= self._first_version:
                 error = SyncError(
@@ -397,6 +414,7 @@ class Receiver(Updated):
             if self._staged is not None:
                 self._staged.release()
                 self._staged = None
+            self._leave_outdated()
             self._leave()
 
     def __reduce__(self) -> NoReturn:
@@ -420,25 +438,55 @@ class Receiver(Updated):
         cause = "" if error is None else f" after {_describe(error)}"
         self._close(f"closed its receiver{cause}")
 
+    def _resolve(self, model: Any) -> tuple[Address, Any]:
+        """Return the address to connect to, and what is written, as the scheme adapts both."""
+        address = self._given
+        resolve = getattr(registry.find(registry.SCHEMES, address.scheme).object, "resolve", None)
+        if resolve is None:
+            return address, model
+        address, found = resolve(address, None if self._loads else model, self._timeout)
+        return address, model if self._loads else found
+
     def _connect(self, address: Address, model: Any) -> None:
         """Make the ends of an address: what reads it, and what writes into the model."""
         self._address = address
         timeout = self._timeout
         backend = registry.find(registry.SCHEMES, address.scheme)
         try:
-            self._target = self._make_target(address, backend)
+            self._target: Target = self._make_target(address, backend)
             if model is not None:
-                self.register_model(model)
+                self._target.register(model)
         except Exception as error:
             _refuse(address, backend, timeout, error)
             raise
-        self._transport = self._target.stack.create_receiver_transport(
+        self._transport: ReceiverTransport = self._target.stack.create_receiver_transport(
             address.transport_context(backend.name, timeout, background=self._background)
         )
         self._leave = weakref.finalize(
             self, _leave, self._transport, self._target.lease, self._reasons, self._process
         )
         self._leave.atexit = False
+        if self._on_arrival is not _nothing:
+            self.on_arrival(self._on_arrival)
+
+    def _connect_anew(self) -> None:
+        """Connect once more, as a worker that has no version: its model is another one.
+
+        The connection before ends after that, so that the sender does not count this worker as
+        lost.
+        """
+        leave = self._leave
+        self._connect(self._address, self._target.model)
+        self._outdated.append(leave)
+        self._version, self._replaced = 0, False
+        if self._staged is not None:
+            # It comes again, for the other model.
+            self._staged.release()
+            self._staged = None
+
+    def _leave_outdated(self) -> None:
+        while self._outdated:
+            self._outdated.pop()()
 
     def _join_again(self, lost: SenderLostError, deadline: float) -> None:
         """Have the sender admit this worker once more; else close, and raise how it was lost."""
@@ -451,16 +499,14 @@ class Receiver(Updated):
             self._reasons.append("joins again")
             self._leave()
             self._reasons.clear()
-            self._rejoined = self._version
             model, found = self._target.model, self._target.found
+            self._given = address
             self._connect(address, model)
             # So that another model at the end of a reference is noticed.
             self._target.found = found
         except SyncError as error:
             self.close()
             raise lost from (None if error is lost else error)
-        if self._on_arrival is not _nothing:
-            self.on_arrival(self._on_arrival)
         _log.warning("worker %d joins again as worker %d: %s", before, self.worker_id, lost)
         if self._closed:
             # By another thread, meanwhile.
@@ -469,20 +515,37 @@ class Receiver(Updated):
 
     def _next(self, deadline: float) -> Payload | None:
         while True:
+            payload = None
             try:
-                self._exclusive.waiting = True
-                try:
-                    # Memory that a transport allocates may become that of parameters, or of later
-                    # versions.
-                    return outside_inference_mode(
-                        self._transport.receive, max(0.0, deadline - time.monotonic())
-                    )
-                finally:
-                    self._exclusive.waiting = False
+                payload = self._wait(deadline)
             except SenderLostError as error:
                 if self._closed:
                     raise ClosedError(_IS_CLOSED) from error
-                self._join_again(error, deadline)
+                if self._asked is self._transport:
+                    self._join_again(error, deadline)
+                continue
+            if self._asked is self._transport:
+                return payload
+            # Another model was registered meanwhile.
+            if payload is not None:
+                payload.release()
+
+    def _wait(self, deadline: float) -> Payload | None:
+        with self._writing:
+            if self._replaced:
+                self._connect_anew()
+            self._asked = self._transport
+            self._exclusive.waiting = True
+        if self._outdated:
+            self._leave_outdated()
+        try:
+            # Memory that a transport allocates may become that of parameters, or of later versions.
+            return outside_inference_mode(
+                self._asked.receive, max(0.0, deadline - time.monotonic())
+            )
+        finally:
+            with self._writing:
+                self._exclusive.waiting = False
 
     def _check_open(self) -> None:
         if self._closed:
@@ -496,6 +559,10 @@ class Receiver(Updated):
             )
 
     def _answer(self, answer: Answer) -> None:
+        if self._replaced:
+            self._connect_anew()
+        if self._asked is not self._transport:
+            return  # another model has come meanwhile, for which the version comes again
         try:
             self._transport.acknowledge(answer)
         except SenderLostError:

@@ -99,8 +99,7 @@ class HandedTransport(ReceiverTransport):
         self.answer = answer
 
     def close(self) -> None:
-        """Release what was not received."""
-        self._payload = None
+        """Keep what was handed in: a receiver that is given another model connects once more."""
 
 
 # A version's number, and what calls are given of it.

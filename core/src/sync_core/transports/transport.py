@@ -438,7 +438,8 @@ class ReceiverTransport(ABC):
     """A receiver's side of a transport.
 
     Methods are called by one thread at a time; but while one is in `receive`, another may call
-    `acknowledge`, `leave` or `wake`, or release a payload.
+    `acknowledge`, `leave` or `wake`, or release a payload. A receiver that is given another model
+    makes a second transport from the same endpoint, and closes the first one after that.
     """
 
     @abstractmethod
@@ -494,9 +495,6 @@ class ReceiverTransport(ABC):
         """
         del weights
         return None
-
-    def forget_commit(self) -> None:  # noqa: B027 - most know nothing of the model
-        """Note that another model has replaced the one that has the newest version."""
 
     def leave(self, reason: str) -> None:  # noqa: B027 - some senders need not be notified
         """Notify the sender that this receiver is about to close, and why; `close` follows.

@@ -6,7 +6,8 @@ import dataclasses
 import os
 import socket
 import tempfile
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -25,6 +26,7 @@ from sync_core.errors import AddressError
 from sync_plugin_std.local import (
     Channel,
     LocalPeer,
+    Message,
     SharedMemoryReceiver,
     SharedMemorySender,
     SharedSlots,
@@ -69,22 +71,39 @@ class PipeScheme:
                 "the sender of this address was given pipes, so the worker gives its own end: "
                 "Receiver(with_pipe(address, connection), model)"
             )
-        return SharedMemoryReceiver(context, Channel(context.endpoint.take()))
+        return SharedMemoryReceiver(context, context.endpoint.connect())
 
 
 class PipeEnd:
-    """The worker's end of a pipe, which can be pickled for a child process and is used once."""
+    """The worker's end of a pipe, which can be pickled for a child process, and is used there.
+
+    A receiver uses it. While that is open another one, which takes its place, gets a further pipe,
+    whose other end goes to the sender through the first.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         self._end: socket.socket | None = end
+        self._channel: weakref.ref[Channel] | None = None
 
-    def take(self) -> socket.socket:
-        """Return the pipe's end, once; only one receiver may use it."""
-        end = self._open_end()
-        self._end = None
-        taken = end.dup()
-        end.close()
-        return taken
+    def connect(self) -> Channel:
+        """Return the receiver's connection to the sender.
+
+        Raises:
+            AddressError: the receiver that has used it is closed.
+        """
+        before = None if self._channel is None else self._channel()
+        if self._end is None and before is not None and before.fileno() >= 0:
+            mine, theirs = socket.socketpair()
+            with theirs, suppress(ConnectionError):
+                # The handshake says that the sender is gone.
+                before.send({"type": "pipe"}, [theirs.fileno()])
+            channel = Channel(mine)
+        else:
+            with self._open_end() as end:
+                channel = Channel(end.dup())
+            self._end = None
+        self._channel = weakref.ref(channel)
+        return channel
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         descriptor = self._open_end().fileno()
@@ -103,7 +122,7 @@ class PipeEnd:
     def _open_end(self) -> socket.socket:
         if self._end is None or self._end.fileno() < 0:
             raise AddressError(
-                "an address of scheme 'mp' is good for one receiver; "
+                "an address of scheme 'mp' is good until its receiver is closed; "
                 "get a new one by sender.address(worker_id)"
             )
         return self._end
@@ -117,6 +136,8 @@ class PipeSender(SharedMemorySender[LocalPeer]):
         self._given = bool(context.workers)
         # Our copies of the workers' ends of pipes, until their receivers have joined.
         self._ends: dict[LocalPeer, socket.socket] = {}
+        # Workers whose pipe has brought another one.
+        self._succeeded: weakref.WeakSet[LocalPeer] = weakref.WeakSet()
         with ExitStack() as opened:
             given = [opened.enter_context(_socket_of(worker)) for worker in context.workers]
             super().__init__(context, SharedSlots(options.directory), limit=options.slots)
@@ -137,6 +158,16 @@ class PipeSender(SharedMemorySender[LocalPeer]):
         super().add_worker(worker_id)
         if worker is not None:
             self.connect(_socket_of(worker), worker_id)
+
+    def handle(self, peer: LocalPeer, message: Message) -> None:
+        """Serve the pipe of a receiver that takes the place of this one; each has one successor."""
+        if message["type"] != "pipe":
+            super().handle(peer, message)
+            return
+        if peer in self._succeeded:
+            raise ValueError("a second pipe")
+        self._succeeded.add(peer)
+        self.connect(socket.socket(fileno=peer.channel.pop_descriptor()), peer.worker_id)
 
     def welcome(self, peer: LocalPeer) -> None:
         """Also close our copy of the worker's end, so that its death closes the last one."""

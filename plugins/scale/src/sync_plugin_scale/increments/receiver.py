@@ -79,11 +79,6 @@ class IncrementalReceiver(WrappingReceiver):
                 self._committed = 0
         self.transport.acknowledge(replace(answer, version=self._number))
 
-    def forget_commit(self) -> None:
-        """Note that another model has replaced the one that has the newest version."""
-        self._committed = self._delivered = 0
-        super().forget_commit()
-
     def delivered(self, version: int) -> int:
         """Return the number under which the inner transport brought the version."""
         del version

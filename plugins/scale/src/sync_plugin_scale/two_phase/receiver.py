@@ -81,10 +81,6 @@ class TwoPhaseReceiver(ReceiverTransport):
         if number is not None:
             self._decisions.acknowledge(replace(answer, version=number))
 
-    def forget_commit(self) -> None:
-        """Let the transport of versions know."""
-        self._versions.forget_commit()
-
     def wake(self) -> None:
         """Wake both transports."""
         self._versions.wake()

@@ -232,6 +232,17 @@ class Worker:
     def rebuild(self) -> None:
         """Make another model, as a worker that begins again does."""
         self.model = make_policy()
+        if self.receiver is not None:
+            self.receiver.register_model(self.model)
+
+    def rebuild_while_waiting(self, timeout: float) -> int | None:
+        """Make another model while another thread receives; the version that this commits."""
+        assert self.receiver is not None
+        with ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(self.receiver.receive, timeout)
+            time.sleep(0.2)
+            self.rebuild()
+            return waiting.result()
 
     def misshape(self) -> None:
         """Make the model one that the weights do not fit."""
