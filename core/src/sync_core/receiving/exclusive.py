@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from sync_core.models.commit import own_memory
@@ -19,32 +18,22 @@ _PATIENCE = 2.0
 
 
 class Exclusive:
-    """For ``with``: what one thread does at a time, and may do again inside that."""
+    """What one thread does at a time, and may do again inside that."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        #: For ``with``: Ctrl-C inside of methods written in Python would leave it taken.
+        self.lock = threading.RLock()
         #: Whether the thread that holds it waits for what may never come.
         self.waiting = False
         _turns.add(self)
 
     def acquire(self, timeout: float) -> bool:
         """Begin a turn; False where another thread's lasts longer than ``timeout`` seconds."""
-        return self._lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX))
+        return self.lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX))
 
     def release(self) -> None:
         """End a turn."""
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._lock.release()
+        self.lock.release()
 
     @contextmanager
     def last(self, wake: Callable[[], None]) -> Iterator[None]:
@@ -53,17 +42,17 @@ class Exclusive:
         Args:
             wake: ends the wait of the thread that holds the lock.
         """
-        alone = self._lock.acquire(blocking=False)
+        alone = self.lock.acquire(blocking=False)
         # Interrupted by a signal, whose handler closes, this thread may wait itself.
         if not alone or self.waiting:
             wake()
         if not alone:
-            alone = self._lock.acquire(timeout=_PATIENCE)
+            alone = self.lock.acquire(timeout=_PATIENCE)
         try:
             yield
         finally:
             if alone:
-                self._lock.release()
+                self.lock.release()
 
 
 # Those of this process.
@@ -73,7 +62,7 @@ _turns: weakref.WeakSet[Exclusive] = weakref.WeakSet()
 def _forget_threads() -> None:
     """In a forked process no thread receives, whatever the parent's threads do."""
     for turn in _turns:
-        turn._lock, turn.waiting = threading.RLock(), False
+        turn.lock, turn.waiting = threading.RLock(), False
 
 
 os.register_at_fork(after_in_child=_forget_threads)

@@ -199,7 +199,7 @@ class Receiver(Updated):
             return
         self._check_open()
         address, model = self._resolve(model)
-        with self._writing:
+        with self._writing.lock:
             self._target.register(model)
             self._address, self._version, self._replaced = address, 0, True
             if self._exclusive.acquire(0):
@@ -267,10 +267,9 @@ class Receiver(Updated):
             self.reject(SyncError("a newer version was asked for before this one was committed"))
         self._replaced |= self._target.model_was_replaced()
         self._target.loaded = False
-        # Kept at once: after Ctrl-C it is rejected, and its memory is given back.
-        self._staged = self._next(deadline)
+        self._next(deadline)
         while self._staged is not None and not self._accepts(self._staged):
-            self._staged = self._next(deadline)
+            self._next(deadline)
         if self._staged is None:
             self._check_open()
             return None
@@ -306,8 +305,8 @@ class Receiver(Updated):
 
     def load(self) -> None:
         """Write what is staged into the model; to be followed by `confirm` or `reject`."""
-        if self._staged is not None:
-            with self._writing:
+        with self._writing.lock:
+            if self._staged is not None:
                 self._load_began = time.perf_counter()
                 self._target.write(self._staged, self._version)
                 self._load_ended = time.perf_counter()
@@ -364,7 +363,7 @@ class Receiver(Updated):
 
     def snapshot(self) -> Mapping[str, Tensor] | None:
         """A copy of the model's weights; None where the scheme alone knows how to load them."""
-        with self._writing:
+        with self._writing.lock:
             return self._target.snapshot()
 
     def apply_weights(self, weights: Any) -> None:
@@ -377,7 +376,7 @@ class Receiver(Updated):
             LayoutMismatchError: they do not fit the model; nothing was written.
         """
         prepared = self._transport.prepare(weights)
-        with self._writing:
+        with self._writing.lock:
             self._target.write_by_hand(weights, prepared)
 
     def on_arrival(self, callback: Callable[[], object]) -> bool:
@@ -513,25 +512,23 @@ class Receiver(Updated):
             self._leave()
             raise ClosedError(_IS_CLOSED) from lost
 
-    def _next(self, deadline: float) -> Payload | None:
+    def _next(self, deadline: float) -> None:
+        """Keep the next version as what is staged, if one comes in time."""
         while True:
-            payload = None
             try:
-                payload = self._wait(deadline)
+                self._wait(deadline)
             except SenderLostError as error:
                 if self._closed:
                     raise ClosedError(_IS_CLOSED) from error
                 if self._asked is self._transport:
                     self._join_again(error, deadline)
                 continue
+            # Otherwise another model was registered meanwhile.
             if self._asked is self._transport:
-                return payload
-            # Another model was registered meanwhile.
-            if payload is not None:
-                payload.release()
+                return
 
-    def _wait(self, deadline: float) -> Payload | None:
-        with self._writing:
+    def _wait(self, deadline: float) -> None:
+        with self._writing.lock:
             if self._replaced:
                 self._connect_anew()
             self._asked = self._transport
@@ -539,12 +536,13 @@ class Receiver(Updated):
         if self._outdated:
             self._leave_outdated()
         try:
-            # Memory that a transport allocates may become that of parameters, or of later versions.
-            return outside_inference_mode(
+            # Kept at once: after Ctrl-C it is rejected, and its memory is given back. Memory that a
+            # transport allocates may become that of parameters, or of later versions.
+            self._staged = outside_inference_mode(
                 self._asked.receive, max(0.0, deadline - time.monotonic())
             )
         finally:
-            with self._writing:
+            with self._writing.lock:
                 self._exclusive.waiting = False
 
     def _check_open(self) -> None:

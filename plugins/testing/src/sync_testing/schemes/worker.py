@@ -240,7 +240,7 @@ class Worker:
         assert self.receiver is not None
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(self.receiver.receive, timeout)
-            time.sleep(0.2)
+            time.sleep(0.05)
             self.rebuild()
             return waiting.result()
 
