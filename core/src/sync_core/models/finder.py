@@ -77,12 +77,11 @@ class _ModuleFinder:
         self._module = module
         self._persistent = strategy == "checkpoint"
         self._modules: list[nn.Module] = []
-        self._types: list[type[nn.Module]] = []
-        self._dicts: list[Any] = []
         self._filled: list[Any] = []
         self._empty: list[Any] = []
-        self._names: list[str] = []
-        self._values: list[Any] = []
+        # None before the first call.
+        self._names: list[str] | None = None
+        self._before: list[Any] = []
         self._found: dict[str, Tensor] = {}
         self._has_extra_state = False
 
@@ -94,15 +93,19 @@ class _ModuleFinder:
         return self._found
 
     def _is_unchanged(self) -> bool:
-        dicts = chain.from_iterable(map(_dicts_of, self._modules))
         return (
-            bool(self._modules)
-            and all(map(operator.is_, dicts, self._dicts))
-            and all(map(operator.is_, map(type, self._modules), self._types))
+            # If a value has come or gone, so has a name.
+            all(map(operator.is_, self._held(), self._before))
             and not any(self._empty)
             and list(chain.from_iterable(map(_keys, self._filled))) == self._names
-            # As many as names.
-            and all(map(operator.is_, _chained(self._filled), self._values))
+        )
+
+    def _held(self) -> Iterator[Any]:
+        """The dicts and types of the modules known, then what those dicts hold."""
+        return chain(
+            chain.from_iterable(map(_dicts_of, self._modules)),
+            map(type, self._modules),
+            chain.from_iterable(map(_values, self._filled)),
         )
 
     def _find(self) -> None:
@@ -110,16 +113,11 @@ class _ModuleFinder:
         self._found = plain_tensors(self._module, persistent=self._persistent)
         self._has_extra_state = bool(modules_with_extra_state(self._module))
         self._modules = list(self._module.modules())
-        self._types = list(map(type, self._modules))
-        self._dicts = list(chain.from_iterable(map(_dicts_of, self._modules)))
-        self._filled = [held for held in self._dicts if held]
-        self._empty = [held for held in self._dicts if not held]
+        dicts = list(chain.from_iterable(map(_dicts_of, self._modules)))
+        self._filled = [held for held in dicts if held]
+        self._empty = [held for held in dicts if not held]
         self._names = list(chain.from_iterable(map(_keys, self._filled)))
-        self._values = list(_chained(self._filled))
-
-
-def _chained(dicts: list[Any]) -> Iterator[Any]:
-    return chain.from_iterable(map(_values, dicts))
+        self._before = list(self._held())
 
 
 def _identical(left: list[Any], right: list[Any]) -> bool:

@@ -123,7 +123,6 @@ class Target:
 
     def write(self, payload: Payload, held: int) -> None:
         """Write a version into the model, which has version ``held``."""
-        self.loaded = False
         address, update = self._address, detached(payload)
         self.extras = update.extras
         model = self._resolve()

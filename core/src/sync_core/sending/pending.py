@@ -201,9 +201,10 @@ class PendingSend:
                     limit = time.perf_counter() + seconds
                 waited = tuple(self._waited.values())
                 self._wait(waited, max(0.0, limit - time.perf_counter()))
-                # A transport may see the end of a delivery before the worker's state is noted.
-                ended = [delivery for delivery in waited if delivery.ended]
-                wait_for_each(ended, max(0.0, limit - time.perf_counter()))
+                for delivery in waited:
+                    # A transport may see the end before the worker's state is noted.
+                    if delivery.ended and not delivery.told:
+                        delivery.wait(max(0.0, limit - time.perf_counter()))
             report = self._end(waited=True)
         except BaseException as interrupt:
             self.interrupt(interrupt)

@@ -527,7 +527,7 @@ class Sender(Updater):
             everyone = addressed = self._members.ids
         if worker_ids is not None:
             addressed = normalize(worker_ids, everyone)
-        update = self._read(given)
+        update = self._source.read(given, self._pipeline.agreed)
         with read_to_its_end(update):
             transport = self._pipeline.transport or self._open(update, given)
             due = addressed
@@ -707,7 +707,8 @@ class Sender(Updater):
     def _check_ready(self) -> None:
         if self._closed or os.getpid() != self._process:
             self._check_open()
-        self._check_starts_nothing()
+        if self._begins:
+            self._check_starts_nothing()
         # One that has ended may be left here by Ctrl-C.
         if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")

@@ -110,12 +110,13 @@ class Repeats:
             report: of any send.
             model: what was sent: a module, modules by name, or anything else.
         """
-        if report.workers and len(report.skipped) == len(report.workers):
+        if report.unchanged is False:
+            self._run, self._last = 0, report
+            return
+        if report.workers and all(result.skipped for result in report.workers.values()):
             return  # nothing was sent
         last, self._last = self._last, report
-        if report.unchanged is False:
-            self._run = 0
-        elif report.unchanged and last is not None and last.updated == tuple(report.workers):
+        if report.unchanged and last is not None and last.updated == tuple(report.workers):
             self._run += 1
             if self._run + 1 >= _EQUAL and self._warns and not _is_frozen(model):
                 self._warns = False

@@ -245,7 +245,8 @@ class Delivery:
         # would wait for ever.
         self._running = threading.Lock()
         self._running.acquire()
-        self._told = False
+        #: Whether the watchers were called at the end.
+        self.told = False
         self._watchers: tuple[Callable[[Delivery, WorkerError | None], None], ...] = ()
         self._on_end: Callable[[], None] | None = None
 
@@ -285,7 +286,7 @@ class Delivery:
             Whether it has ended; its watchers may still be running where the timeout was over.
         """
         limit = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        if not self._told and self._running.acquire(timeout=limit):
+        if not self.told and self._running.acquire(timeout=limit):
             self._running.release()
         return self.ended
 
@@ -324,7 +325,7 @@ class Delivery:
                 watcher(self, error)
         finally:
             if first:
-                self._told = True
+                self.told = True
                 self._running.release()
                 if self._on_end is not None:
                     self._on_end()

@@ -109,6 +109,8 @@ def check_base(payload: Payload, held: int) -> None:
 
 def of_user(extras: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of the extras that the sender's caller gave."""
+    if not extras:
+        return {}
     return {name: tensor.clone() for name, tensor in extras.items() if "." not in name}
 
 

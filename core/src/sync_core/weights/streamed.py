@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -150,24 +151,33 @@ class TensorStream(Sequence[Tensor]):
         return self._held
 
 
-@contextmanager
-def read_to_its_end(update: Update) -> Iterator[None]:
+class read_to_its_end:  # noqa: N801 - it is used as `contextlib.suppress` is
     """In ``with``: make what is left of a streamed update's tensors, also after an exception.
 
     All ranks gather the same tensors, so that a rank which sends nothing, or which fails, would
     leave the others waiting. Ctrl-C ends without that.
     """
-    source = update.source
-    if not isinstance(source, TensorStream):
-        yield
+
+    def __init__(self, update: Update) -> None:
+        self._source = update.source
+
+    def __enter__(self) -> None:
         return
-    try:
-        yield
-    except Exception:
-        with suppress(ModelError):
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        source = self._source
+        if not isinstance(source, TensorStream):
+            return
+        if error is None:
             source.finish()
-        raise
-    source.finish()
+        elif isinstance(error, Exception):
+            with suppress(ModelError):
+                source.finish()
 
 
 class _Followed(TensorStream):
