@@ -68,6 +68,7 @@ def ones(tensordict: TensorDictBase) -> TensorDictBase:
 
 
 @pytest.mark.parametrize("scheme", ["none", "shm"])
+@pytest.mark.long
 def test_agents_that_leave_one_after_the_other(scheme: str) -> None:
     options = BatchOptions(episode_stats=True)
     with Collector(Pair, ones, scheme=scheme, frames_per_batch=8, batch=options) as collector:

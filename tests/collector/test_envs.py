@@ -297,6 +297,7 @@ def test_bad_arguments() -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_without_gymnasium_the_message_says_what_to_type() -> None:
     code = (
         "import sys; sys.modules['gymnasium'] = None\n"

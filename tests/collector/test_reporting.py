@@ -98,6 +98,7 @@ def test_what_cannot_log(log_to: Any) -> None:
         collect(log_to)
 
 
+@pytest.mark.long
 def test_a_progress_bar() -> None:
     script = (
         "from sync_collector import Collector\n"

@@ -40,6 +40,7 @@ def test_a_batch_has_one_version() -> None:
                 assert collector.update_policy_weights_().updated == (0, 1, 2)
 
 
+@pytest.mark.long
 def test_no_worker_acts_with_a_version_that_one_did_not_stage() -> None:
     policy = Scale()
     with Collector(

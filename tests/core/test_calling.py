@@ -183,6 +183,7 @@ def test_an_error_of_the_transport_ends_no_thread(
     [lambda v: v, DeliveryOutcome, lambda v: DeliveryOutcome(known=v)],
     ids=["", "answer", "known"],
 )
+@pytest.mark.long
 def test_a_worker_whose_calls_return_what_they_should_not(
     agents: list[Agent], monkeypatch: pytest.MonkeyPatch, made: Callable[[Any], Any]
 ) -> None:

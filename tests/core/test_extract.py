@@ -259,6 +259,7 @@ def test_an_attribute_that_a_property_lacks_is_named() -> None:
         resolve(_Broken(), "policy")
 
 
+@pytest.mark.long
 def test_who_collects_nothing_does_not_wait_for_tensordict() -> None:
     source = """
 import sys, sync_core, sync_tools.commands, sync_testing.schemes

@@ -55,7 +55,12 @@ def receive_with_ctrl_c(at: int, scheme: str, options: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"zero_copy": True}, {"strategy": "state_dict"}, {"layers": ["fp16"]}],
+    [
+        {},
+        {"zero_copy": True},
+        pytest.param({"strategy": "state_dict"}, marks=pytest.mark.long),
+        {"layers": ["fp16"]},
+    ],
     ids=str,
 )
 def test_a_receiver_knows_which_version_it_has(options: dict[str, Any]) -> None:
@@ -65,6 +70,7 @@ def test_a_receiver_knows_which_version_it_has(options: dict[str, Any]) -> None:
     assert moment > 50
 
 
+@pytest.mark.long
 def test_a_receiver_in_shared_memory_gets_the_next_version() -> None:
     moment = 0
     while receive_with_ctrl_c(moment, "shm", {}):

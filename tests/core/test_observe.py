@@ -194,6 +194,7 @@ with Sender("thread", model, num_workers=1, layers=["bf16", "checksum"]) as send
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_the_trace_is_a_line_for_each_hook_call() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM],

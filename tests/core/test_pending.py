@@ -111,7 +111,13 @@ def test_who_is_told_of_the_end_may_ask_for_it() -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "options"),
-    [("thread", {}), ("shm", {}), ("mp", {}), ("dist", {}), ("dist", {"shared_memory": False})],
+    [
+        ("thread", {}),
+        ("shm", {}),
+        ("mp", {}),
+        ("dist", {}),
+        pytest.param("dist", {"shared_memory": False}, marks=pytest.mark.long),
+    ],
 )
 def test_ctrl_c_at_any_moment_of_a_send_leaves_the_sender_ready(
     scheme: str, options: dict[str, Any]

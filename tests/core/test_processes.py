@@ -137,6 +137,7 @@ def test_no_descriptor_is_left(program: str) -> None:
 
 
 @linux
+@pytest.mark.long
 def test_the_reply_to_an_interrupted_request_is_not_read_by_the_next(program: str) -> None:
     evaluate(program, "0")
 
@@ -161,6 +162,7 @@ def test_the_reply_to_an_interrupted_request_is_not_read_by_the_next(program: st
 
 
 @linux
+@pytest.mark.long
 def test_a_request_that_was_asked_again_of_another_server_is_served_once(program: str) -> None:
     late = int(evaluate(program, "os.getppid()"))
     server = processes._current._server

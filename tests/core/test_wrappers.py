@@ -259,6 +259,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.long
 def test_an_fsdp2_model_is_gathered_where_that_is_asked_for(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(

@@ -17,6 +17,7 @@ def run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_it_learns(tmp_path: Path) -> None:
     out = tmp_path / "out" / "cartpole.png"
     result = run(out)
@@ -26,6 +27,7 @@ def test_it_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.long
 def test_another_scheme_and_too_few_frames(tmp_path: Path) -> None:
     result = run(
         tmp_path / "cartpole.png",

@@ -50,6 +50,7 @@ def _load_in_place(model: nn.Module, address: Address) -> None:
     Receiver(address, model, load=load).receive(60)
 
 
+@pytest.mark.long
 def test_a_worker_that_wrote_to_what_arrived_is_explained() -> None:
     with (
         ProcessGroup(lambda worker_id: nn.Linear(2, 2), 1) as group,

@@ -31,7 +31,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 # A deadline beyond that of the tests, in seconds: a case that waited for it would fail.
 _NEVER = 600.0
 
-SCHEMES = ["thread", "shm", "mp", "dist", "ray"]
+SCHEMES = ["thread", "shm", "mp", "dist", pytest.param("ray", marks=pytest.mark.long)]
 
 
 class Net(nn.Module):

@@ -26,7 +26,13 @@ class TestDistOverGloo(SchemeConformance):
     options: ClassVar[Mapping[str, Any]] = {"shared_memory": False}
 
 
-class TestDistBroadcast(DeliveryCases, FaultCases, IncrementCases):
+class TestDistBroadcast(DeliveryCases, IncrementCases):
     scheme = "dist"
     # An eighth of it is how long the others wait for a worker that is late.
     options: ClassVar[Mapping[str, Any]] = {"topology": "broadcast", "timeout": 24.0}
+
+
+@pytest.mark.long
+class TestDistBroadcastFaults(FaultCases):
+    scheme = "dist"
+    options = TestDistBroadcast.options

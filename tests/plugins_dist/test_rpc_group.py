@@ -212,6 +212,7 @@ worker 0: RPC was shut down in this process while running <lambda>
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_a_world_that_the_user_has_begun(tmp_path: Path) -> None:
     names = ("trainer", "left", "middle", "right")
     peers = [start(PEER, names[i], i, tmp_path / "store") for i in (1, 2, 3)]

@@ -56,6 +56,7 @@ def serve(address: Address) -> tuple[list[int | None], set[float]]:
         return versions, values_of(model)
 
 
+@pytest.mark.long
 def test_receivers_in_tasks_see_every_version_and_the_end() -> None:
     with Sender("ray", linear(), num_workers=2) as sender:
         tasks = [serve.remote(sender.address(i)) for i in sender.all_worker_ids()]
@@ -262,6 +263,7 @@ def test_an_apply_that_fails_is_told_and_kept_apart(actors: list[Any]) -> None:
         receiver.close()
 
 
+@pytest.mark.long
 def test_a_killed_actor_is_noticed_long_before_the_deadline() -> None:
     (worker,) = start(1)
     with Sender("ray", linear(), num_workers=1, timeout=60) as sender:
@@ -275,6 +277,7 @@ def test_a_killed_actor_is_noticed_long_before_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.long
 def test_a_worker_whose_process_has_ended_is_lost_before_the_next_send(shared: bool) -> None:
     (doomed,) = start(1)
     with Sender("ray", linear(1.0), num_workers=0 if shared else 1) as sender:

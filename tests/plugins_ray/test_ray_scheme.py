@@ -13,12 +13,17 @@ from sync_testing.schemes import DeliveryCases, FaultCases, IncrementCases, Life
 pytestmark = pytest.mark.timeout(120)
 
 
-class TestRay(DeliveryCases, FaultCases, IncrementCases):
+class TestRay(DeliveryCases, IncrementCases):
     scheme = "ray"
     # The mailbox is what a receiver waits for.
     test_closing_a_receiver_wakes_a_thread_that_waits_in_it = (
         LifetimeCases.test_closing_a_receiver_wakes_a_thread_that_waits_in_it
     )
+
+
+@pytest.mark.long
+class TestRayFaults(FaultCases):
+    scheme = "ray"
 
 
 class TestCalledRay(CalledSchemeConformance):

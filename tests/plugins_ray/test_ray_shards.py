@@ -40,6 +40,7 @@ def receive(agent: Agent) -> dict[int, tuple[int | None, torch.Tensor]]:
     return {i: (receiver.receive(), part) for i, (receiver, part) in agent.parts.items()}
 
 
+@pytest.mark.long
 def test_each_shard_is_put_once_for_all_workers_that_want_it(
     actors: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -472,7 +472,13 @@ def _hold_a_rank(pipe: Any, scheme: str, whole: dict[str, Tensor], options: Any)
         pipe.recv()
 
 
-@pytest.mark.parametrize(("scheme", "options"), [("shm", {}), ("dist", {"shared_memory": False})])
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        pytest.param("shm", {}, marks=pytest.mark.long),
+        ("dist", {"shared_memory": False}),
+    ],
+)
 def test_a_rank_that_is_killed_while_it_sends_is_named(scheme: str, options: Any) -> None:
     whole = {"w": torch.full((8, 500_000), 1.0)}
     context = multiprocessing.get_context("forkserver")

@@ -109,6 +109,7 @@ def test_a_pipe_in_place_of_a_record_makes_no_call_hang(tmp_path: Path) -> None:
             receiver.close()
 
 
+@pytest.mark.long
 def test_the_next_sender_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
     program = f"""
 import sys, time, torch

@@ -311,6 +311,7 @@ def run_ranks(directory: Path, rank: int, dies_at: str) -> list[str]:
     [(1, "objects/"), (1, "parts/"), (0, "objects/"), (0, "manifests/"), (0, "HEAD")],
     ids=["before-pieces", "before-part", "first-before-pieces", "before-manifest", "before-head"],
 )
+@pytest.mark.long
 def test_a_rank_that_is_killed_leaves_the_last_version(
     tmp_path: Path, rank: int, dies_at: str
 ) -> None:
@@ -414,6 +415,7 @@ def test_a_list_of_parts_that_readers_refuse_is_not_published(
         assert re.search(message, str(second))
 
 
+@pytest.mark.long
 def test_ranks_may_hold_very_many_tensors(tmp_path: Path) -> None:
     """Their list is longer than any other record."""
     names = [f"layer.{i}.{'x' * 4000}" for i in range(4300)]

@@ -16,7 +16,7 @@ import pytest
 from tests.end_to_end.shard_world import TRAINERS, WORKER_KINDS, WORKERS
 from tests.store import rank_world
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,6 @@ def test_readers_have_the_bits_of_the_trainer(outcomes: list[dict[str, Any]], ca
     assert all(readers), compared
 
 
-@pytest.mark.long
 def test_the_example_publishes_and_reads(tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "docs" / "examples" / "sharded_run.py"
     url = str(tmp_path / "run")

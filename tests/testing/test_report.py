@@ -84,6 +84,7 @@ def test_the_report_of_the_suite(
 @pytest.mark.parametrize(
     "xdist", [False, pytest.param(True, marks=pytest.mark.long)], ids=["alone", "xdist"]
 )
+@pytest.mark.long
 def test_the_report_of_an_authors_own_tests(
     pytester: pytest.Pytester, torch_modules: Any, tmp_path: Path, *, xdist: bool
 ) -> None:

@@ -40,6 +40,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["list", "--help", "plan --mb 100"])
+@pytest.mark.long
 def test_a_reader_that_ends_early_ends_a_command_quietly(command: str) -> None:
     started = subprocess.Popen(
         [sys.executable, "-u", "-m", "sync_tools", *command.split()],
@@ -56,6 +57,7 @@ def test_a_reader_that_ends_early_ends_a_command_quietly(command: str) -> None:
 
 
 @pytest.mark.parametrize("with_errors", [False, True])
+@pytest.mark.long
 def test_what_is_written_when_a_command_ends_has_no_reader(with_errors: bool) -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -178,6 +180,7 @@ with Sender("thread", nn.Linear(2, 2), num_workers=1, layers=layers, timeout=60)
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_commands_print_plain_text_without_rich(tmp_path: Path) -> None:
     script = tmp_path / "commands.py"
     script.write_text(_WITHOUT_RICH)
@@ -206,6 +209,7 @@ def test_commands_print_plain_text_without_rich(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("scheme", ["shm", "thread"])
+@pytest.mark.long
 def test_bench_measures_and_checks(scheme: str) -> None:
     command = ["bench", scheme, "--workers", "2", "--model", "small", "--rounds", "7", "--json"]
     output = subprocess.run(
@@ -223,6 +227,7 @@ def test_bench_measures_and_checks(scheme: str) -> None:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_bench_of_increments(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "shm", "--workers", "1", "--model", "small", "--rounds", "7"]
     assert main([*command, "--changed", "0.05", "--json"]) == 0

@@ -135,6 +135,7 @@ def test_a_scheme_that_fails_stops_no_other(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_a_scheme_that_hangs_is_ended_with_all_that_it_started(
     plugins: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +227,7 @@ def test_a_name_that_nothing_provides(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_options_of_a_scheme(capfd: pytest.CaptureFixture[str]) -> None:
     status, found = doctor(capfd, "shm", "--slots", "4")
     assert (status, found["shm"]["verdict"]) == (0, "ok")
