@@ -1,4 +1,4 @@
-"""Interrupts, finalizers and clocks."""
+"""Interrupts, locks, finalizers and clocks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -73,6 +73,61 @@ class uninterrupted:  # noqa: N801 - it is used as `contextlib.suppress` is
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the signal."""
         self._came = number, frame
+
+
+# How long closing waits for a thread that loads what it has received, in seconds.
+_PATIENCE = 2.0
+
+
+class Exclusive:
+    """What one thread does at a time, and may do again inside that."""
+
+    def __init__(self) -> None:
+        #: For ``with``: Ctrl-C inside of methods written in Python would leave it taken.
+        self.lock = threading.RLock()
+        #: Whether the thread that holds it waits for what may never come.
+        self.waiting = False
+        _turns.add(self)
+
+    def acquire(self, timeout: float) -> bool:
+        """Begin a turn; False where another thread's lasts longer than ``timeout`` seconds."""
+        return self.lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX))
+
+    def release(self) -> None:
+        """End a turn."""
+        self.lock.release()
+
+    @contextmanager
+    def last(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Run a ``with`` block after every turn has ended.
+
+        Args:
+            wake: ends the wait of the thread that holds the lock.
+        """
+        alone = self.lock.acquire(blocking=False)
+        # Interrupted by a signal, whose handler closes, this thread may wait itself.
+        if not alone or self.waiting:
+            wake()
+        if not alone:
+            alone = self.lock.acquire(timeout=_PATIENCE)
+        try:
+            yield
+        finally:
+            if alone:
+                self.lock.release()
+
+
+# Those of this process.
+_turns: weakref.WeakSet[Exclusive] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    """In a forked process no thread receives, whatever the parent's threads do."""
+    for turn in _turns:
+        turn.lock, turn.waiting = threading.RLock(), False
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def release_with(

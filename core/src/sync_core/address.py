@@ -13,10 +13,10 @@ from inspect import isclass
 from typing import Any, ClassVar, Self, get_args
 
 from sync_core import registry
+from sync_core.checks import parse_options
 from sync_core.errors import AddressError, NotAPluginError, OptionError, PayloadError
 from sync_core.hooks import ApplyContext, TransportContext
 from sync_core.models.extract import Strategy
-from sync_core.options import parse_options
 from sync_core.transports.transport import ReceiverTransport
 from sync_core.weights.layout import Layout
 from sync_core.wrapping import WrappingScheme, endpoint_from_json, endpoint_to_json, make_receiver

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
+from sync_core.checks import Options, parse_options, read_option
 from sync_core.errors import AddressError, UnknownHookError
-from sync_core.options import Options, parse_options, read_option
 from sync_core.transports.transport import Notice, unheard
 
 if TYPE_CHECKING:

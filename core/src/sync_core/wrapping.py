@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sync_core import hooks
+from sync_core.checks import parse_options
 from sync_core.errors import AddressError, HookResultError, OptionError
 from sync_core.hooks import (
     BindContext,
@@ -21,7 +22,6 @@ from sync_core.hooks import (
     check_endpoint,
     hookimpl,
 )
-from sync_core.options import parse_options
 from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
 
 if TYPE_CHECKING:

@@ -14,13 +14,12 @@ from typing import Any, Never, NoReturn, Self
 from torch import Tensor
 
 from sync_core import registry
-from sync_core._util import clock_id, uninterrupted
+from sync_core._util import Exclusive, clock_id, uninterrupted
 from sync_core.address import Address, IndirectEndpoint
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import AddressError, ClosedError, PayloadError, SenderLostError, SyncError
 from sync_core.models.lookup import same
-from sync_core.receiving.exclusive import Exclusive, Lease
-from sync_core.receiving.target import Target
+from sync_core.receiving.target import Lease, Target
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.transports.transport import Answer, ReceiverTransport

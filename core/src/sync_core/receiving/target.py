@@ -14,11 +14,10 @@ from sync_core.errors import LayoutMismatchError, ModelError, SyncError
 from sync_core.hooks import BindContext, implemented
 from sync_core.layers import bind, declares, with_layout
 from sync_core.models.binding import Binding
-from sync_core.models.commit import drop_derived_weights
+from sync_core.models.commit import drop_derived_weights, own_memory
 from sync_core.models.extract import named_tensors
 from sync_core.models.lookup import look_up, refers, same
 from sync_core.models.match import check_match
-from sync_core.receiving.exclusive import Lease, vacate
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, Stack
 from sync_core.weights.copying import outside_inference_mode
@@ -234,3 +233,33 @@ def _context(address: Address, backend: Plugin, layout: Layout) -> BindContext:
         capabilities=backend.capabilities,
         strategy=address.strategy,
     )
+
+
+class Lease:
+    """The payload that a model views, and the model; none at first."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._payload: Payload | None = None
+
+    def replace(self, model: Any, payload: Payload) -> None:
+        """The model views this payload now."""
+        if self._payload is not None and model is self._model:
+            self._payload.release()
+        else:
+            self.end()
+        self._model, self._payload = model, payload
+
+    def end(self) -> None:
+        """Give the model its own memory."""
+        if self._payload is not None:
+            vacate(self._model, self._payload)
+            self._model = self._payload = None
+
+
+def vacate(model: Any, payload: Payload) -> None:
+    """Release a payload, of which the model keeps what it views in its own memory."""
+    try:
+        own_memory(named_tensors(model), payload.tensors)
+    finally:
+        payload.release()
