@@ -150,7 +150,10 @@ def test_a_trial_is_taken_back_also_from_a_worker_that_raised_once_it_had_it(
     assert fleet.values() == [1.0, 1.0, 1.0]
 
 
-def test_a_trial_is_taken_back_also_from_a_worker_that_committed_it_late() -> None:
+@pytest.mark.parametrize("in_time", [(0,), ()])
+def test_a_trial_is_taken_back_also_from_a_worker_that_committed_it_late(
+    in_time: tuple[int, ...],
+) -> None:
     model, copies = torch.nn.Linear(8, 4), [torch.nn.Linear(8, 4) for _ in range(2)]
     scheme = TwoPhase("thread", failed="leave_out")
     with ThreadPoolExecutor() as threads, Sender(scheme, model, num_workers=2) as sender:
@@ -166,11 +169,12 @@ def test_a_trial_is_taken_back_also_from_a_worker_that_committed_it_late() -> No
         before = copies[1].weight.clone()
         with torch.no_grad():
             model.weight.add_(1.0)
-        received = receive(0)
+        received = receive(*in_time)
         with pytest.raises(SendError, match="worker 1: did not confirm"):
             canary.try_on([0, 1], timeout=1.0)
-        assert canary.trying == (0,)
-        assert [each.result() for each in (*received, *receive(1))] == [2, 2]
+        assert canary.trying == in_time
+        received += receive(*(i for i in (0, 1) if i not in in_time))
+        assert [each.result() for each in received] == [2, 2]
         assert not torch.equal(copies[1].weight, before)
         assert eventually(lambda: canary.trying == (0, 1))
         received = receive(0, 1)

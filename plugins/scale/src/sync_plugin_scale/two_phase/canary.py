@@ -16,6 +16,7 @@ from sync_core import (
     SyncError,
     WorkerError,
     WorkerResult,
+    WorkerTimeoutError,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Canary:
         try:
             report = self._sender.send(weights, timeout=timeout)
         except SendError as failure:
-            if _holding(failure.report):
+            if self._may_be_held(failure.report):
                 self._common = _Kept(failure.report.version, weights, None)
             raise
         self._common = _Kept(report.version, weights, None)
@@ -151,7 +152,7 @@ class Canary:
         try:
             report = self._sender.send(tried.weights, timeout=timeout)
         except SendError as failure:
-            if _holding(failure.report):
+            if self._may_be_held(failure.report):
                 # Also those that have not answered in time may have them, or join and get them.
                 self._tried = _Kept(failure.report.version, tried.weights, None)
             raise
@@ -182,8 +183,13 @@ class Canary:
         return report
 
     def _begin(self, report: SendReport, weights: Mapping[str, Tensor]) -> None:
-        if holding := _holding(report):
-            self._tried = _Kept(report.version, weights, holding)
+        if self._may_be_held(report):
+            self._tried = _Kept(report.version, weights, _holding(report))
+
+    def _may_be_held(self, report: SendReport) -> bool:
+        """Return whether some workers hold a version, or may commit it after its send has ended."""
+        late = any(isinstance(r.error, WorkerTimeoutError) for r in report.workers.values())
+        return bool(_holding(report)) or (late and "aborts" not in self._sender.capabilities)
 
     def _trial(self, call: str) -> _Kept:
         if self._tried is None:
