@@ -238,7 +238,7 @@ def test_a_worker_that_has_committed_too_late_is_current_when_it_joins_again(
         receiver.close()
 
 
-def test_a_model_that_is_replaced_after_its_worker_has_joined_again_has_no_version() -> None:
+def test_a_model_that_is_replaced_after_its_worker_has_joined_again_gets_the_version() -> None:
     policy, worker = nn.Linear(3, 2), SimpleNamespace(policy=nn.Linear(3, 2))
     fill(policy, 1)
     with Sender("thread", policy, num_workers=0) as sender:
@@ -254,8 +254,8 @@ def test_a_model_that_is_replaced_after_its_worker_has_joined_again_has_no_versi
 
         assert eventually(is_current, 30)
         worker.policy = nn.Linear(3, 2)
-        assert receiver.receive(0) is None
-        assert receiver.version == 0
+        assert receiver.receive(0) == 1
+        assert torch.equal(worker.policy.weight, policy.weight)
         receiver.close()
 
 

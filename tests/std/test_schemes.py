@@ -509,10 +509,14 @@ class TestMp(
         for end in (mine, theirs):
             end.close()
 
-    def test_an_address_of_a_pipe_is_good_for_one_receiver(self) -> None:
+    def test_an_address_of_a_pipe_is_good_until_its_receiver_is_closed(self) -> None:
         with self.sender(make_policy()) as sender:
             address = sender.address(0)
-            Receiver(address, make_policy()).close()
-            with pytest.raises(AddressError, match="good for one receiver"):
+            first = Receiver(address, make_policy())
+            second = Receiver(address, make_policy())
+            with pytest.raises(SenderLostError, match="another receiver was given"):
+                first.receive(self.slack)
+            second.close()
+            with pytest.raises(AddressError, match="until its receiver is closed"):
                 Receiver(address, make_policy())
             Receiver(sender.address(0), make_policy()).close()
