@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     from sync_core.registry import Plugin
     from sync_core.weights.payload import Payload
 
-__all__ = ["SEPARATOR", "WrappingReceiver", "WrappingScheme", "WrappingSender", "end_together"]
+__all__ = [
+    "SEPARATOR",
+    "WrappingReceiver",
+    "WrappingScheme",
+    "WrappingSender",
+    "end_together",
+    "make_receiver",
+    "make_sender",
+]
 
 #: Between the names of a chain.
 SEPARATOR = "::"
@@ -209,12 +217,31 @@ class WrappingScheme(ABC):
 
 
 def make_sender(plugin: Plugin, context: TransportContext) -> SenderTransport:
-    """Make the sender's side of a scheme alone, without layers."""
+    """Make the sender's side of a scheme alone, without layers.
+
+    For an object that wraps a scheme and is no `WrappingScheme`; that has `inner_sender`.
+
+    Args:
+        plugin: the scheme, of `sync_core.registry.find`.
+        context: what the hook `create_transport` was given.
+
+    Raises:
+        HookResultError: the scheme made something else.
+    """
     return check_sender(plugin, _create(plugin, context))
 
 
 def make_receiver(plugin: Plugin, context: TransportContext) -> ReceiverTransport:
-    """Make a receiver's side of a scheme alone, without layers."""
+    """Make a receiver's side of a scheme alone, without layers; see `make_sender`.
+
+    Args:
+        plugin: the scheme.
+        context: what the hook was given.
+
+    Raises:
+        AddressError: the endpoint is not one of the scheme's.
+        HookResultError: the scheme made something else.
+    """
     hooks.check_endpoint(plugin.name, plugin.object, context.endpoint)
     return in_background(plugin, context, check_receiver(plugin, _create(plugin, context)))
 

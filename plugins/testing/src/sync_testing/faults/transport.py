@@ -24,8 +24,8 @@ from sync_core import (
     registry,
 )
 from sync_core.hooks import implemented
-from sync_core.stack import Defaults, Stack
 from sync_core.transports import Block
+from sync_core.wrapping import make_receiver, make_sender
 from sync_testing.faults import process
 from sync_testing.faults.fault import Fault, InjectedFaultError, gated
 
@@ -318,10 +318,8 @@ class Faulty:
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """The scheme's own transport, in one that has the faults."""
-        stack = Stack(Defaults("tensordict"), self._plugin)
-        context = replace(context, scheme=self._plugin.name)
         if context.side == "sender":
-            return self._create_sender(stack, context)
+            return self._create_sender(context)
         after = 0
         if isinstance(context.endpoint, Marked):
             after = context.endpoint.after
@@ -330,7 +328,7 @@ class Faulty:
         for fault in faults:
             if fault.point == "connect" and fault.version == after + 1:
                 strike(fault)
-        return FaultyReceiver(stack.create_receiver_transport(context), faults)
+        return FaultyReceiver(make_receiver(self._plugin, context), faults)
 
     @property
     def missed(self) -> tuple[Fault, ...]:
@@ -340,7 +338,7 @@ class Faulty:
         """
         return tuple(fault for sender in self._senders for fault in sender.missed)
 
-    def _create_sender(self, stack: Stack, context: TransportContext) -> FaultySender:
+    def _create_sender(self, context: TransportContext) -> FaultySender:
         made: list[FaultySender] = []
         make_address = context.make_address
 
@@ -354,7 +352,7 @@ class Faulty:
 
         context = replace(context, make_address=make_marked)
         transfer = [fault for fault in self._faults if fault.point == "transfer"]
-        sender = FaultySender(stack.create_sender_transport(context), transfer, self._find_pid)
+        sender = FaultySender(make_sender(self._plugin, context), transfer, self._find_pid)
         made.append(sender)
         self._senders.append(sender)
         return sender
