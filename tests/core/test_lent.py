@@ -195,3 +195,19 @@ def test_a_receiver_whose_model_lost_its_memory_closes() -> None:
         target.last.weight.untyped_storage().resize_(0)
         receiver.close()
         assert target.last.weight.untyped_storage().nbytes() == 0
+
+
+def test_tensors_that_tied_ones_feed_have_their_own_memory_afterwards() -> None:
+    trained, copies = ([nn.Linear(4, 4), nn.Linear(4, 4)] for _ in range(2))
+    trained[1].weight = trained[0].weight
+    source, target = nn.Sequential(*trained), nn.Sequential(*copies)
+    with Sender("thread", source, num_workers=1, zero_copy=True) as sender:
+        receiver = Receiver(sender.address(0), target)
+        pending = sender.send_async()
+        receiver.receive()
+        pending.wait()
+        assert copies[0].weight.data_ptr() == copies[1].weight.data_ptr()
+        receiver.close()
+    with torch.no_grad():
+        copies[0].weight.fill_(7.0)
+    assert torch.equal(copies[1].weight, trained[1].weight)

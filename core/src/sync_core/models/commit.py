@@ -39,18 +39,26 @@ def drop_derived_weights() -> None:
         cached.clear()
 
 
-def own_memory(named: Mapping[str, Tensor], lent: Sequence[Tensor]) -> None:
+def own_memory(
+    named: Mapping[str, Tensor], lent: Sequence[Tensor], ties: Mapping[str, str] | None = None
+) -> None:
     """Give every tensor that views the memory of ``lent`` its own copy, tied ones the same.
 
     A tensor whose memory was taken away, as sharding does, stays without.
+
+    Args:
+        named: the tensors.
+        lent: those whose memory is another's.
+        ties: the names of tied tensors, and of those that they are tied to. None where that is not
+            known: those that view the same memory count as tied.
     """
     memory = {tensor.untyped_storage().data_ptr() for tensor in lent} - {0}
     copies: dict[object, Tensor] = {}
     # In inference mode they would be given memory that cannot be trained.
     with torch.inference_mode(mode=False):
-        for tensor in named.values():
+        for name, tensor in named.items():
             if tensor.untyped_storage().data_ptr() in memory:
-                place = place_of(tensor)
+                place = place_of(tensor) if ties is None else ties.get(name, name)
                 if place not in copies:
                     copies[place] = tensor.data.clone()
                 tensor.data = copies[place]

@@ -73,6 +73,7 @@ class Target:
         self._refers = False
         #: The layout of the model when it was registered; None where none was checked.
         self._registered: Layout | None = None
+        self._ties: Mapping[str, str] | None = None
         #: The model that was written, to which a reference has led.
         self.found: Any = None
 
@@ -107,6 +108,8 @@ class Target:
             # No version, partial or whole, brings tensors that the sender's model lacks.
             check_match(address.layout, registered, cast=address.cast)
         self._model, self._refers, self._registered = model, by_reference, registered
+        # As they are now: parameters that view what arrives are as the sender's.
+        self._ties = None if registered is None else dict(registered.aliases)
 
     def model_was_replaced(self) -> bool:
         """Return whether a reference leads to other modules than those that were written."""
@@ -188,7 +191,7 @@ class Target:
     def committed(self, payload: Payload) -> None:
         """Release the version that was written, unless the model views it."""
         if self._keeps_views:
-            self.lease.replace(self.found, payload)
+            self.lease.replace(self.found, payload, self._ties)
         else:
             payload.release()
 
@@ -197,7 +200,7 @@ class Target:
         if self._keeps_views and self.found is not None:
             # It may have been pointed at the payload already, unless it cannot be read at all.
             with suppress(ModelError):
-                vacate(self.found, payload)
+                vacate(self.found, payload, self._ties)
         else:
             payload.release()
 
@@ -241,25 +244,26 @@ class Lease:
     def __init__(self) -> None:
         self._model: Any = None
         self._payload: Payload | None = None
+        self._ties: Mapping[str, str] | None = None
 
-    def replace(self, model: Any, payload: Payload) -> None:
-        """The model views this payload now."""
+    def replace(self, model: Any, payload: Payload, ties: Mapping[str, str] | None) -> None:
+        """The model views this payload now; for ``ties`` see `own_memory`."""
         if self._payload is not None and model is self._model:
             self._payload.release()
         else:
             self.end()
-        self._model, self._payload = model, payload
+        self._model, self._payload, self._ties = model, payload, ties
 
     def end(self) -> None:
         """Give the model its own memory."""
         if self._payload is not None:
-            vacate(self._model, self._payload)
+            vacate(self._model, self._payload, self._ties)
             self._model = self._payload = None
 
 
-def vacate(model: Any, payload: Payload) -> None:
+def vacate(model: Any, payload: Payload, ties: Mapping[str, str] | None) -> None:
     """Release a payload, of which the model keeps what it views in its own memory."""
     try:
-        own_memory(named_tensors(model), payload.tensors)
+        own_memory(named_tensors(model), payload.tensors, ties)
     finally:
         payload.release()
