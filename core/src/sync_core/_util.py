@@ -80,7 +80,7 @@ _PATIENCE = 2.0
 
 
 class Exclusive:
-    """What one thread does at a time, and may do again inside that."""
+    """A lock for turns of one thread at a time, which may begin another one within a turn."""
 
     def __init__(self) -> None:
         #: For ``with``: Ctrl-C inside of methods written in Python would leave it taken.

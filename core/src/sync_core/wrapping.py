@@ -219,7 +219,7 @@ class WrappingScheme(ABC):
 def make_sender(plugin: Plugin, context: TransportContext) -> SenderTransport:
     """Make the sender's side of a scheme alone, without layers.
 
-    For an object that wraps a scheme and is no `WrappingScheme`; that has `inner_sender`.
+    For objects that wrap a scheme without `WrappingScheme`, whose `inner_sender` does the same.
 
     Args:
         plugin: the scheme, of `sync_core.registry.find`.

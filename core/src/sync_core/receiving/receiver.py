@@ -113,7 +113,7 @@ class Receiver(Updated):
         self._staged: Payload | None = None
         # The transport that brought what came last, which alone is answered about it.
         self._asked: ReceiverTransport | None = None
-        # Another model was registered while a thread commits, which then connects anew.
+        # Another model was registered while a thread commits, which then connects once more.
         self._replaced = False
         # What ends the connections in whose place there are others.
         self._outdated: list[weakref.finalize[..., Any]] = []
@@ -129,7 +129,7 @@ class Receiver(Updated):
         self._reasons: list[str] = []
         self._make_target = partial(Target, context=context, load=load, consolidate=consolidate)
         self._loads = load is not None
-        # What a scheme's `resolve` is given, for each model.
+        # The argument of a scheme's `resolve`, for each model.
         self._given = address
         self._connect(*self._resolve(model))
 
@@ -551,7 +551,7 @@ class Receiver(Updated):
             # It would take versions that are meant for the receiver in the other process.
             raise ClosedError(
                 f"this Receiver belongs to process {self._process}, from which this one (process "
-                f"{os.getpid()}) was forked; give this process an address of its own before it is "
+                f"{os.getpid()}) was forked; give this process another address before it is "
                 "forked, and make the Receiver here: Receiver(address, model)"
             )
 

@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if found is None:
                 raise FileNotFoundError
-            # Who can write there must not choose what this process reads elsewhere.
+            # A process that can write there must not choose what this process reads elsewhere.
             file = open_file(self.server.directory / found[1], links=False)
         except OSError:
             self._begin(404, 0)

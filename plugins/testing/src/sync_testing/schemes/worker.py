@@ -112,7 +112,7 @@ class Worker:
         self._in_use.acquire()
 
     def end_step(self, seconds: float) -> None:
-        """Use the model until something has arrived, or for so many seconds, and receive it."""
+        """Use the model until something has arrived, for a limited time, and receive it."""
         deadline = time.perf_counter() + seconds
         while not self._arrived and time.perf_counter() < deadline:
             time.sleep(0.005)
