@@ -115,7 +115,7 @@ class Receiver(Updated):
         self._asked: ReceiverTransport | None = None
         # Another model was registered while a thread commits, which then connects once more.
         self._replaced = False
-        # What ends the connections in whose place there are others.
+        # The finalizers of connections that were replaced.
         self._outdated: list[weakref.finalize[..., Any]] = []
         self._extras: Mapping[str, Tensor] = {}
         self._load_began = self._load_ended = 0.0
@@ -519,10 +519,10 @@ class Receiver(Updated):
             except SenderLostError as error:
                 if self._closed:
                     raise ClosedError(_IS_CLOSED) from error
-                if self._asked is self._transport:
+                # Unless another model was registered meanwhile, and its transport is there.
+                if self._replaced or self._asked is self._transport:
                     self._join_again(error, deadline)
                 continue
-            # Otherwise another model was registered meanwhile.
             if self._asked is self._transport:
                 return
 

@@ -167,7 +167,13 @@ class PipeSender(SharedMemorySender[LocalPeer]):
         if peer in self._succeeded:
             raise ValueError("a second pipe")
         self._succeeded.add(peer)
-        self.connect(socket.socket(fileno=peer.channel.pop_descriptor()), peer.worker_id)
+        descriptor = peer.channel.pop_descriptor()
+        try:
+            connection = socket.socket(fileno=descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self.connect(connection, peer.worker_id)
 
     def welcome(self, peer: LocalPeer) -> None:
         """Also close our copy of the worker's end, so that its death closes the last one."""
