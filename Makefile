@@ -9,7 +9,7 @@ PARTITIONS ?= 50
 # How long `make fuzz` goes on.
 SECONDS ?= 600
 # Processes that run the tests: more than two cores keep busy, as tests also wait for others.
-TESTERS ?= 3
+TESTERS ?= 4
 SEED = $(shell date +%s)
 
 DISTRIBUTIONS := core plugins/std plugins/scale plugins/tools plugins/testing plugins/collector \
