@@ -11,7 +11,9 @@ from tests.core.models import filled
 from torch import nn
 
 from sync_core import ApplyError, Receiver, Sender, SendError
+from sync_plugin_std.local import MappedSlots
 from sync_testing import interrupted
+from sync_testing.fuzz import find
 
 
 def model() -> nn.Module:
@@ -101,6 +103,7 @@ def test_memory_is_given_back(scheme: str) -> None:
             receiver.receive(0)
             with suppress(SendError):
                 pending.wait(0)
+            assert not any(slots.held for slots in find(receiver, MappedSlots))
             moment, came = moment + 1, moments.came
         assert receiver.version == pending.version
         receiver.close()

@@ -340,7 +340,11 @@ class MappedSlots:
             return None
         block = memory.block
         self._held.add(index)
-        return block, partial(self._held.discard, index)
+        return block, partial(self.release, index)
+
+    def release(self, index: int) -> None:
+        """Note that a slot is no longer read."""
+        self._held.discard(index)
 
     def clear(self) -> None:
         """Release all of them."""

@@ -119,15 +119,11 @@ class SharedMemoryReceiver(ReceiverTransport):
         since = time.perf_counter()
         try:
             while (found := self._slots.hold(offer.slot)) is None:
-                if (error := self._unopened.pop(offer.slot, None)) is not None:
+                if (lacking := self._unopened.pop(offer.slot, None)) is not None:
                     self._send({"type": "lacks", "index": offer.slot})
-                    raise error
+                    raise lacking
                 self._handle_next(self._timeout)
-        except CapacityError as error:
-            self.acknowledge(Answer.refusal(offer.version, error))
-            raise
-        block, release = found
-        try:
+            block, release = found
             payload = Payload.unpack(
                 block,
                 offer.version,
@@ -137,8 +133,8 @@ class SharedMemoryReceiver(ReceiverTransport):
                 since=since,
             )
         except BaseException as error:
-            release()
-            if isinstance(error, PayloadError):
+            self._slots.release(offer.slot)
+            if isinstance(error, (CapacityError, PayloadError)):
                 self.acknowledge(Answer.refusal(offer.version, error))
             raise
         self._layout = payload.layout
