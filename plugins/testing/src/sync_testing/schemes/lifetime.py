@@ -253,33 +253,6 @@ class LifetimeCases(SchemeCases):
         assert workers.values() == [{1.0}, {1.0}], VALUES
         assert workers.send().updated == (0, 1), REPORT
 
-    @pytest.mark.parametrize("rebuild", [Worker.rebuild, Worker.rebuild_while_waiting])
-    def test_a_worker_with_another_model_gets_the_newest_version(
-        self, start: Start, zero_copy: bool, rebuild: Callable[..., int | None]
-    ) -> None:
-        policy = make_policy(1.0)
-        workers = start(policy, zero_copy=zero_copy)
-        workers.send()
-
-        def is_current() -> bool:
-            return workers.sender.workers[0].state is WorkerState.CURRENT
-
-        if rebuild is Worker.rebuild:
-            workers.pool.call(0, rebuild)
-            assert eventually(lambda: not is_current(), self.slack), (
-                "a worker with another model must not count as current: its receiver makes a "
-                "second transport, which has no version yet"
-            )
-            received = workers.receive(0)
-        else:
-            received = workers.pool.call(0, rebuild, self.slack)
-        assert received == 1, RECEIVED
-        assert workers.values() == [{1.0}, {1.0}], VALUES
-        assert eventually(is_current, self.slack), MEMBERS
-        fill(policy, 2.0)
-        assert workers.send().updated == (0, 1), REPORT
-        assert workers.values() == [{2.0}, {2.0}], VALUES
-
     @pytest.mark.usefixtures("lasting")
     def test_a_worker_that_left_holds_nobody_up(self, start: Start) -> None:
         workers = start(make_policy(1.0), timeout=2.0)
