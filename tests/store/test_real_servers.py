@@ -74,7 +74,7 @@ def nginx(tmp_path: Path) -> Iterator[tuple[str, str]]:
     folder, run, port = tmp_path / "nginx", tmp_path / "run", free_port()
     folder.mkdir()
     run.mkdir()
-    # As root, it would read files as another user, who may not look into this directory.
+    # As root, it would read files as another user, without access to this directory.
     user = "" if folder.owner() != "root" else "user root;"
     (folder / "conf").write_text(user + _NGINX.format(folder=folder, run=run, port=port))
     command = [program("nginx"), "-p", str(folder), "-c", str(folder / "conf")]

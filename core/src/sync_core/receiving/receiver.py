@@ -557,7 +557,8 @@ class Receiver(Updated):
 
     def _answer(self, answer: Answer) -> None:
         if self._replaced:
-            self._connect_anew()
+            with self._writing.lock:
+                self._connect_anew()
         if self._asked is not self._transport:
             return  # another model has come meanwhile, for which the version comes again
         try:

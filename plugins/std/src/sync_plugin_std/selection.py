@@ -264,7 +264,7 @@ def _named_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _stand_in(tensors: Iterable[Tensor]) -> bool:
-    """Return whether each is expanded from one element, as placeholders of streams are."""
+    """Return whether each is expanded from one element, as a stream's are before it is read."""
     strides = [tensor.stride() for tensor in tensors if tensor.numel() > 1]
     return bool(strides) and not any(map(any, strides))
 

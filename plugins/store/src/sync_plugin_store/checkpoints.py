@@ -43,8 +43,8 @@ def load_checkpoint(
     """Load a directory of Hugging Face into a model, all of it or nothing.
 
     A model of which this rank has a shard (`DTensor`, `sync_plugin_scale.Part`) reads the bytes of
-    its shard. Floating-point tensors are cast to the dtypes of the model. Nobody signs such a
-    directory: each process that can write to it can change the weights.
+    its shard. Floating-point tensors are cast to the dtypes of the model. Such a directory
+    is not signed: each process that can write to it can change the weights.
 
     Args:
         url: a directory, ``s3://bucket/model``, ``https://host/model`` and so on, with
