@@ -92,7 +92,10 @@ class Address:
         worker_id: the worker that the address is for.
         model_id: the model's name.
         endpoint: what the transport needs to reach its sender.
-        token: the secret that proves that a peer was given this address.
+        token: the secret of this worker and its sender, by which each proves to the other that it
+            is the one.
+        sender_token: the secret that the sender shares with all its workers; see
+            `TransportContext`. Empty where that is the token.
         strategy: how weights are read and written.
         zero_copy: whether the receiver's parameters become views of what arrives.
         cast: whether what arrives is cast to the dtypes of the receiver's model.
@@ -116,6 +119,7 @@ class Address:
     timeout: float
     layout: Layout = field(repr=False)
     source_layout: Layout = field(repr=False)
+    sender_token: str = field(default="", repr=False)
 
     def transport_context(
         self, scheme: str, timeout: float, *, background: bool = False
@@ -125,7 +129,8 @@ class Address:
             side="receiver",
             scheme=scheme,
             model_id=self.model_id,
-            token=self.token,
+            token=self.sender_token or self.token,
+            secret=self.token,
             timeout=timeout,
             zero_copy=self.zero_copy,
             background=background,
@@ -165,7 +170,7 @@ class Address:
         )
 
     def to_json(self) -> str:
-        """Return the address as JSON, with its token: a secret.
+        """Return the address as JSON, with its tokens: secrets.
 
         Schemes and layers are named in it, so it reaches receivers that have them installed. A
         scheme that wraps another is written with its options, which must be plain values.
@@ -219,7 +224,7 @@ class Address:
             PluginNotFoundError: the scheme is not installed here.
         """
         content = _parse(text)
-        _check_token(content.get("token"), text)
+        _check_tokens(content, text)
         try:
             headers, of_layers = content.pop("headers"), content.pop("layouts")
             if not (isinstance(headers, list) and isinstance(of_layers, list)):
@@ -241,7 +246,9 @@ class Address:
                 kind = type(content[name]).__name__ if name in content else "nothing"
                 raise AddressError(f"an address cannot have this {name}, which is of type {kind}")
         if unknown := content.keys() - _FITS.keys():
-            raise AddressError(f"an address has no entry {min(unknown):.20}; {_TYPE}")
+            name = min(unknown)
+            found = f"{name:.20}" if _is_name(name) else "of such a name"
+            raise AddressError(f"an address has no entry {found}; {_TYPE}")
         if len(before) != len(content["layers"]):
             raise AddressError("an address needs a layout for each of its layers")
         content["layers"] = tuple(content["layers"])
@@ -352,14 +359,18 @@ def _found(scheme: Any) -> registry.Plugin:
     return plugin
 
 
-def _check_token(token: object, text: str | bytes) -> None:
-    """Refuse a text in which the token is not where it belongs, so that no message prints it."""
-    if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
-        kind = "nothing" if token is None else f"another {type(token).__name__}"
-        raise AddressError(f"the token of an address must be 32 hex digits, got {kind}; {_TYPE}")
-    found = text.count(token) if isinstance(text, str) else text.count(token.encode())
-    if found != 1:
-        raise AddressError(f"an address must have its token in one entry, got {found}; {_TYPE}")
+def _check_tokens(content: dict[str, Any], text: str | bytes) -> None:
+    """Refuse a text in which a token is not where it belongs, so that no message prints it."""
+    shared = content.setdefault("sender_token", "")
+    for token in (content.get("token"), *(() if shared == "" else (shared,))):
+        if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+            kind = "nothing" if token is None else f"another {type(token).__name__}"
+            raise AddressError(
+                f"the token of an address must be 32 hex digits, got {kind}; {_TYPE}"
+            )
+        found = text.count(token) if isinstance(text, str) else text.count(token.encode())
+        if found != 1:
+            raise AddressError(f"an address must have its token in one entry, got {found}; {_TYPE}")
 
 
 def _read_layout(header: object) -> Layout:
@@ -421,6 +432,7 @@ _FITS: Mapping[str, Callable[[Any], bool]] = {
     "worker_id": lambda value: type(value) is int and -1 <= value < 1 << 63,
     "model_id": _is_text,
     "token": _is_text,
+    "sender_token": lambda value: type(value) is str,
     "strategy": lambda value: value in get_args(Strategy),
     "zero_copy": _is_flag,
     "cast": _is_flag,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import hmac
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import pluggy
 
@@ -157,6 +159,20 @@ class FindingsContext:
         return parse_options(options_type, self.options, f"scheme {self.scheme!r}")
 
 
+def _derived(secret: str, purpose: str) -> str:
+    return hmac.new(secret.encode(), purpose.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def worker_token(secret: str, worker_id: int) -> str:
+    """Return the token of a worker, from which neither the secret nor another token follows.
+
+    Args:
+        secret: what only the sender has.
+        worker_id: the worker.
+    """
+    return _derived(secret, f"worker {worker_id}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportContext:
     """The argument of `create_transport`.
@@ -166,7 +182,12 @@ class TransportContext:
         scheme: the name of the scheme, for messages.
         model_id: the name of the model that the weights belong to.
         models: (sender) the names of the models, where several travel as one.
-        token: the secret of this sender. A transport refuses a peer that does not know it.
+        token: the secret that this sender and all its workers share: one of them may give itself
+            out as another, or as the sender, by it. Names derived from it keep senders apart;
+            `worker_token` proves more.
+        secret: (sender) what the tokens of its workers are derived from, and no worker has;
+            (receiver) the token of its address. `worker_token` reads it.
+        channel: which of the sender's transports this is; see `for_channel`.
         timeout: the deadline, in seconds, of a call that may block.
         zero_copy: whether receivers keep views of what the transport delivers.
         background: (receiver) whether the newest version is staged in its own thread; see
@@ -190,6 +211,8 @@ class TransportContext:
     model_id: str
     token: str = field(repr=False)
     timeout: float
+    secret: str = field(default="", repr=False)
+    channel: str = ""
     zero_copy: bool = False
     background: bool = False
     models: tuple[str, ...] = ()
@@ -202,6 +225,41 @@ class TransportContext:
     notify: Callable[[int, Notice], None] = unheard
     worker_id: int = -1
     endpoint: Any = field(default=None, repr=False)
+
+    def worker_token(self, worker_id: int | None = None) -> str:
+        """Return the secret that the sender shares with one worker, and with no other.
+
+        Both ends prove to each other that they know it, before either believes what the other
+        says. It is not sent, nor written where others read it.
+
+        Args:
+            worker_id: the worker; a receiver knows its own token only, and may leave it out.
+
+        Example:
+            >>> sender = TransportContext(
+            ...     side="sender", scheme="x", model_id="policy", token="shared", timeout=60.0,
+            ...     secret="c0ffee")
+            >>> sender.worker_token(0) == sender.worker_token(1)
+            False
+        """
+        if not self.token:
+            return ""  # of a context that was made by hand, and has no secret
+        own = self.secret
+        if self.side == "sender" or not own:
+            own = worker_token(
+                own or self.token, self.worker_id if worker_id is None else worker_id
+            )
+        return _derived(own, self.channel) if self.channel else own
+
+    def for_channel(self, name: str, **changed: Any) -> Self:
+        """Return the context of a further transport between the same ends, with other secrets.
+
+        Args:
+            name: tells it from the others, such as ``"decisions"``; both ends give the same.
+            changed: other fields in which it differs.
+        """
+        token = f"{self.token}-{name}" if self.token else ""
+        return replace(self, token=token, channel=f"{self.channel}-{name}", **changed)
 
     def parse_options(self, options_type: type[Options]) -> Options:
         """The options as an instance of a dataclass that declares them.

@@ -103,7 +103,7 @@ class StreamReceiver(ReceiverTransport):
         self._link = options.link(context, connection.getsockname()[0])
         try:
             channel = self._line.channel
-            shake_hands(channel, context.token, context.worker_id, context.timeout)
+            shake_hands(channel, context.worker_token(), context.worker_id, context.timeout)
             self._next(context.timeout)
         except BaseException:
             self._line.close()

@@ -78,12 +78,14 @@ class Mailbox(LivenessActor):
     offers each time, with a number that grows.
 
     Args:
-        token: the sender's secret.
+        tokens: those of the workers, by id; or one for all.
         offers: for each worker that asks the newest version meant for it; None for others.
     """
 
-    def __init__(self, token: str, offers: Mapping[int, MailboxOffer | None]) -> None:
-        self._token = token
+    def __init__(
+        self, tokens: Mapping[int, str] | str, offers: Mapping[int, MailboxOffer | None]
+    ) -> None:
+        self._tokens = dict.fromkeys(offers, tokens) if isinstance(tokens, str) else dict(tokens)
         self._offers = offers
         self._number = 0
         self._readers: dict[int, str] = {}
@@ -93,7 +95,11 @@ class Mailbox(LivenessActor):
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
     async def update(
-        self, number: int, offers: Mapping[int, MailboxOffer | None], met: Mapping[int, str]
+        self,
+        number: int,
+        offers: Mapping[int, MailboxOffer | None],
+        met: Mapping[int, str],
+        tokens: Mapping[int, str] | None = None,
     ) -> None:
         """Take the current offers, unless a later call has brought newer ones.
 
@@ -101,7 +107,9 @@ class Mailbox(LivenessActor):
             number: grows with each call.
             offers: as above.
             met: for each worker the newest of its receivers that the sender has heard of.
+            tokens: those of workers that were added.
         """
+        self._tokens.update(tokens or {})
         if number > self._number:
             self._number, self._offers, self._met = number, offers, met
             await self._wake()
@@ -125,10 +133,11 @@ class Mailbox(LivenessActor):
         before may have travelled by calls; or is silent for so long that it may be standing still.
         """
         worker_id = event.worker_id
-        if not hmac.compare_digest(token.encode(), self._token.encode()):
-            return Gone("it does not know this receiver's token")
         if worker_id not in self._offers:
             return Gone(f"it has no worker {worker_id} any more")
+        known = self._tokens.get(worker_id)
+        if known is None or not hmac.compare_digest(token.encode(), known.encode()):
+            return Gone("it does not know this receiver's token")
         self._readers[worker_id] = event.reader
         self._events.put_nowait(event)
         await self._wake()

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -138,7 +138,9 @@ class PullSender(SenderTransport):
         self._updates = 0
         self._timeout = context.timeout
         self._notify = context.notify
-        self._mailbox: Any = liveness.start(Mailbox, context.token, self._offers())
+        self._token_of = context.worker_token
+        tokens = {worker_id: self._token_of(worker_id) for worker_id in context.worker_ids}
+        self._mailbox: Any = liveness.start(Mailbox, tokens, self._offers())
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listen()
         self._thread = threading.Thread(target=self._serve, name="sync-ray-mailbox", daemon=True)
@@ -182,7 +184,7 @@ class PullSender(SenderTransport):
         self._cluster.check()
         with self._lock:
             self._workers[worker_id] = _Worker(wanted=self._newest_for_all)
-            informing = self._update_mailbox()
+            informing = self._update_mailbox({worker_id: self._token_of(worker_id)})
         # Its receiver must find the mailbox informed.
         ray.get(informing, timeout=self._timeout)
 
@@ -243,12 +245,12 @@ class PullSender(SenderTransport):
             calls.append(self._update_mailbox())
         return calls
 
-    def _update_mailbox(self) -> Any:
+    def _update_mailbox(self, tokens: Mapping[int, str] | None = None) -> Any:
         """Let the mailbox know, with the lock held, of what is offered; the call."""
         self._updates += 1
         offers = self._offers()
         met = {worker_id: worker.reader for worker_id, worker in self._workers.items()}
-        return self._mailbox.update.remote(self._updates, offers, met)
+        return self._mailbox.update.remote(self._updates, offers, met, tokens)
 
     def _offers(self) -> dict[int, MailboxOffer | None]:
         return {

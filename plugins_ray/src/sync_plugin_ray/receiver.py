@@ -68,7 +68,9 @@ class MailboxReceiver(ReceiverTransport):
                 pid=os.getpid(),
                 token=self._token,
             )
-            refusal = self._get(self._mailbox.join.remote(context.token, came), context.timeout)
+            refusal = self._get(
+                self._mailbox.join.remote(context.worker_token(), came), context.timeout
+            )
             if refusal is not None:
                 raise SenderLostError(f"the sender refuses this receiver: {refusal.reason}")
         except BaseException:

@@ -16,7 +16,14 @@ from sync_core._util import release_with
 from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
-from sync_core.hooks import HOOKS, BindContext, SendContext, TransportContext, implemented
+from sync_core.hooks import (
+    HOOKS,
+    BindContext,
+    SendContext,
+    TransportContext,
+    implemented,
+    worker_token,
+)
 from sync_core.layers import (
     bind,
     declares,
@@ -210,6 +217,7 @@ class Terms:
     timeout: float
     cast: bool = False
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
     def __post_init__(self) -> None:
         check_layers(self.layers)
@@ -219,17 +227,24 @@ class Terms:
 
     def address_maker(self, **known: Any) -> Callable[..., Address]:
         """Makes addresses from a worker's id and its endpoint; ``known`` are the other fields."""
-        return partial(
+        make = partial(
             Address,
             options=dict(self.options),
             model_id=self.model_id,
-            token=self.token,
+            sender_token=self.token,
             strategy=self.strategy,
             zero_copy=self.zero_copy,
             cast=self.cast,
             timeout=self.timeout,
             **known,
         )
+        secret = self.secret
+
+        def make_address(*, worker_id: int, endpoint: Any) -> Address:
+            token = worker_token(secret, worker_id)
+            return make(worker_id=worker_id, endpoint=endpoint, token=token)
+
+        return make_address
 
     def context(self, scheme: str, **known: Any) -> TransportContext:
         """Return the context of the sender's transport; ``known`` are the fields not agreed on."""
@@ -238,6 +253,7 @@ class Terms:
             scheme=scheme,
             model_id=self.model_id,
             token=self.token,
+            secret=self.secret,
             timeout=self.timeout,
             zero_copy=self.zero_copy,
             options=self.options,

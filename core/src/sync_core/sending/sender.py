@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial as bind
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -357,12 +356,14 @@ class Sender(Updater):
         """The address that all workers have in common, with the id -1, for a companion.
 
         A companion replaces the endpoint by one that a receiver resolves: see `IndirectEndpoint`.
+        Its token is that of no worker; what resolves the endpoint finds the worker's.
 
         Raises:
             ModelError: the sender knows no model yet.
         """
         self._check_open()
-        return replace(self._pipeline.address(0), worker_id=-1)
+        endpoint = self._pipeline.address(0).endpoint
+        return self._pipeline.make_address(worker_id=-1, endpoint=endpoint)
 
     def side_channel(self, layout: Layout, places: int) -> SenderTransport:
         """Make one more transport of the same scheme, for a companion, which closes it.

@@ -457,7 +457,9 @@ def _address_maker(
         if make is None:
             return None
         token = hashlib.sha256(endpoint.run.encode()).hexdigest()[:32]
-        made = replace(make(worker_id=0, endpoint=endpoint), token=token, options={})
+        made = replace(
+            make(worker_id=0, endpoint=endpoint), token=token, sender_token="", options={}
+        )
         if layout is not None:
             layouts = tuple(layout for _ in made.layouts)
             made = replace(

@@ -23,7 +23,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.transports import closed_if_it_fails, uninterrupted
-from sync_plugin_scale.pools.admission import LAYOUT, PLACES, Admission, Entrance
+from sync_plugin_scale.pools.admission import LAYOUT, PLACES, Admission
 
 
 class Pool:
@@ -76,8 +76,7 @@ class Pool:
                 except BaseException:
                     self._admission.close()
                     raise
-        entrance = Entrance(self._admission.address, template.endpoint)
-        self._address = replace(template, endpoint=entrance)
+        self._address = replace(template, endpoint=self._admission.entrance(template.endpoint))
         sender.subscribe(self._remove_lost)
         sender.settle_failures(self._remove_failed)
 
@@ -101,14 +100,14 @@ class Pool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _admit(self) -> int:
+    def _admit(self) -> tuple[int, str]:
         sender = self._sender()
         if sender is None:
             raise ClosedError("the sender is gone")
         with self._adding:
             worker_id = sender.add_worker()
             self._admitted.add(worker_id)
-            return worker_id
+            return worker_id, sender.address(worker_id).token
 
     def _remove(self, worker_id: int) -> None:
         """Remove a worker, where that has not been done."""

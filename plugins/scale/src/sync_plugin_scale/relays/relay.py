@@ -78,22 +78,22 @@ class Relay:
                 "a relay needs the address of one worker, got that which the workers of a pool "
                 "share; type Relay(sender.address(sender.add_worker()), num_workers=…)"
             )
-        self._address = replace(
-            address, token=secrets.token_hex(16), options={**address.options, **options}
-        )
         context = address.transport_context(scheme.name, address.timeout)
+        # A sender of its own: its workers and those of its sender share no secret.
+        self._context = replace(
+            context,
+            side="sender",
+            token=secrets.token_hex(16),
+            secret=secrets.token_hex(32),
+            options={**address.options, **options},
+            worker_ids=tuple(range(count)),
+            worker_id=-1,
+            endpoint=None,
+        )
+        self._address = address
         self._upstream = ChunkedReceiver(context, scheme)
         try:
-            self._downstream = ChunkedSender(
-                replace(
-                    self._address.transport_context(scheme.name, address.timeout),
-                    side="sender",
-                    worker_ids=tuple(range(count)),
-                    worker_id=-1,
-                    endpoint=None,
-                ),
-                scheme,
-            )
+            self._downstream = ChunkedSender(self._context, scheme)
         except BaseException:
             self._upstream.close()
             raise
@@ -108,8 +108,14 @@ class Relay:
         """The address of one of the relay's workers, for a `Receiver` or another relay."""
         if worker_id not in self._worker_ids:
             raise ValueError(f"there is no worker {worker_id}; workers are {self._worker_ids}")
-        endpoint = self._downstream.address(worker_id)
-        return replace(self._address, worker_id=worker_id, endpoint=endpoint)
+        return replace(
+            self._address,
+            worker_id=worker_id,
+            endpoint=self._downstream.address(worker_id),
+            token=self._context.worker_token(worker_id),
+            sender_token=self._context.token,
+            options=dict(self._context.options),
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the sender is gone, or the relay was closed; False where the time is over.

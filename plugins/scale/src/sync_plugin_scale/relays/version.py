@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -29,9 +28,8 @@ def chunk_layout(nbytes: int) -> Layout:
 
 def lane_context(context: TransportContext, nbytes: int, lane: int) -> TransportContext:
     """The context of one of the inner transports, which do not share a secret."""
-    return replace(
-        context,
-        token=f"{context.token}-{lane}",
+    return context.for_channel(
+        str(lane),
         layout=chunk_layout(nbytes),
         zero_copy=False,
         # Chunks are of no use to readers of the inner scheme alone.

@@ -102,13 +102,15 @@ class RankEndpoint:
     Args:
         inner: that of the inner scheme's transport.
         holding: what the rank holds.
-        token: the secret of the rank's sender; empty in an address of the rank's own.
+        token: the worker's, of the rank's address; empty in an address of the rank's own.
+        sender_token: that of the rank's sender; empty there, too.
         options: the options of the rank's sender; None there.
     """
 
     inner: Any
     holding: Holding
     token: str = field(default="", repr=False)
+    sender_token: str = field(default="", repr=False)
     options: Mapping[str, Any] | None = field(default=None, repr=False)
 
 
@@ -134,6 +136,7 @@ class ShardEndpoint:
                 "inner": inner(rank.inner),
                 "holding": rank.holding.to_json(),
                 "token": rank.token,
+                "sender_token": rank.sender_token,
                 "options": rank.options,
             }
             for rank in self.ranks
@@ -149,12 +152,13 @@ class ShardEndpoint:
         try:
             ranks = []
             for each in _list(value):
-                address, holding, token, options = _entries(
-                    each, "inner", "holding", "token", "options"
+                address, holding, token, of_sender, options = _entries(
+                    each, "inner", "holding", "token", "sender_token", "options"
                 )
                 options = None if options is None else _mapping(options)
                 held = Holding.from_json(holding)
-                ranks.append(RankEndpoint(inner(address), held, _token(token), options))
+                tokens = _token(token), _token(of_sender)
+                ranks.append(RankEndpoint(inner(address), held, *tokens, options))
             numbers = [rank.holding.rank for rank in ranks]
             sizes = {rank.holding.size for rank in ranks}
             if len(sizes) != 1 or (len(ranks) > 1 and numbers != list(range(sizes.pop()))):

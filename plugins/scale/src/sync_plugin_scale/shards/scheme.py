@@ -169,9 +169,10 @@ class Sharded(WrappingScheme):
         self, context: TransportContext, rank: RankEndpoint, **changed: Any
     ) -> ReceiverTransport:
         """Make the receiver's side of the inner scheme that connects to one rank."""
+        if rank.token:
+            changed |= {"token": rank.sender_token, "secret": rank.token}
         return self.inner_receiver(
             context,
-            token=rank.token or context.token,
             options=context.options if rank.options is None else rank.options,
             endpoint=rank.inner,
             **changed,
@@ -332,7 +333,12 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
                     "worker"
                 )
     ranks = tuple(
-        replace(each.endpoint.ranks[0], token=each.token, options=each.options)
+        replace(
+            each.endpoint.ranks[0],
+            token=each.token,
+            sender_token=each.sender_token,
+            options=each.options,
+        )
         for each in addresses
     )
     model = WholeModel([rank.holding for rank in ranks])
@@ -343,6 +349,7 @@ def join_addresses(addresses: Sequence[Address]) -> Address:
         endpoint=ShardEndpoint(ranks),
         # No sender knows it: each rank has its own.
         token=hashlib.sha256(tokens.encode()).hexdigest()[:32],
+        sender_token="",
         layout=model.layout,
         source_layout=model.layout,
     )

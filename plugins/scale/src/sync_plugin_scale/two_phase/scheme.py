@@ -164,9 +164,7 @@ class TwoPhase(WrappingScheme):
 
 def _of_decisions(context: TransportContext) -> TransportContext:
     """Return the context of the transport of decisions, which has another secret."""
-    return replace(
-        context, token=f"{context.token}-decisions", layout=DECISION_LAYOUT, zero_copy=False
-    )
+    return context.for_channel("decisions", layout=DECISION_LAYOUT, zero_copy=False)
 
 
 def refuse_inside(found: Plugin, wrapper: str) -> Plugin:

@@ -2,7 +2,7 @@
 
 Each end sends a nonce, and answers that of the other by an HMAC of both with the token. The sender
 proves it first, so a process that listens where a sender has been learns nothing that is of use
-elsewhere, and is refused.
+elsewhere, and is refused. The token is that worker's alone, so another worker is refused as well.
 
 ========  ============================  ==========================================================
 from      message                       meaning

@@ -81,7 +81,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     held whenever a method of a subclass is called.
 
     Args:
-        token: what a worker must know.
+        token: returns what a worker must know, by its id: `TransportContext.worker_token`. Or one
+            token for all workers, any of which may then give itself out as another.
         publisher: the versions, and the workers that they are for.
         peer: makes a peer of a channel and the only worker that may say hello on it, if any.
         listeners: listening sockets, where workers connect by themselves; closed at the end, but
@@ -90,12 +91,12 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def __init__(
         self,
-        token: str,
+        token: Callable[[int], str] | str,
         publisher: Publisher,
         peer: type[PeerT],
         listeners: Sequence[socket.socket] = (),
     ) -> None:
-        self._token = token
+        self._token_of = (lambda _: token) if isinstance(token, str) else token
         self._publisher = publisher
         self._make_peer = peer
         self._listeners = tuple(listeners)
@@ -268,9 +269,10 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             except ConnectionError as error:
                 peer.channel.send({"type": "gone", "reason": f"the worker is refused: {error}"})
                 raise
-            peer.channel.send(peer.greeting.challenge(self._token))
+            peer.channel.send(peer.greeting.challenge(self._token_of(peer.greeting.worker_id)))
             return
-        if message["type"] != "proof" or not peer.greeting.proves(self._token, "worker", message):
+        token = self._token_of(peer.greeting.worker_id)
+        if message["type"] != "proof" or not peer.greeting.proves(token, "worker", message):
             raise ConnectionError("it does not know the token")
         process = process_of(peer.channel, peer.greeting, connected=peer.expected is None)
         worker_id, peer.pid, peer.greeting = peer.greeting.worker_id, peer.greeting.pid, None

@@ -45,7 +45,7 @@ class SharedMemoryReceiver(ReceiverTransport):
         self._unopened: dict[int, CapacityError] = {}
         self._closed = False
         try:
-            shake_hands(channel, context.token, context.worker_id, context.timeout)
+            shake_hands(channel, context.worker_token(), context.worker_id, context.timeout)
             self._handle_next(context.timeout)
             self._take_control()
         except BaseException:

@@ -162,7 +162,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
                 notify=context.notify,
                 revoke=self.revoke,
             )
-            super().__init__(context.token, publisher, peer, listeners)
+            super().__init__(context.worker_token, publisher, peer, listeners)
         except BaseException:
             self._ended.close()
             raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sync_core import OptionError, Payload
+from sync_core import OptionError, Payload, TransportContext
 from sync_core.errors import HookResultError, PayloadError
 from sync_core.transports import Block
 from sync_plugin_std.stores.parts import parts_of
@@ -207,28 +207,36 @@ class Versions(ABC):
 class Records(Versions):
     """Reads and writes what belongs to one sender.
 
-    A record is a line with its seal and one of JSON. Versions are plain safetensors, for other
-    tools; which of them counts, a record says.
+    A record is a line with its seals and one of JSON. A seal is made with the token of one worker:
+    the sender's record has one for each worker, as none may write what another believes; a
+    worker's record has its own. Versions are plain safetensors, for other tools; which of them
+    counts, a record says.
 
     Args:
         store: where it stands.
-        token: the sender's secret; it is not written there.
-        model_id: the model's name, which versions are named after.
+        context: of this side; its tokens are not written there.
     """
 
-    def __init__(self, store: Store, token: str, model_id: str) -> None:
+    def __init__(self, store: Store, context: TransportContext) -> None:
         self._store = store
-        self._token = token.encode()
-        self._folder = f"sync-{self._digest(b'folder')[:16]}"
-        self._model = "".join(c if c.isalnum() else "-" for c in model_id)
+        self._context = context
+        self._folder = f"sync-{_mac(context.token, b'folder')[:16]}"
+        self._model = "".join(c if c.isalnum() else "-" for c in context.model_id)
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """The record of a name; None where there is none that was written with the token."""
+    def read(self, name: str, worker_id: int | None = None) -> dict[str, Any] | None:
+        """The record of a name; None where there is none that was sealed for a worker.
+
+        Args:
+            name: the name.
+            worker_id: the worker; a receiver's own by default.
+        """
         data = self._get(name)
         if data is None:
             return None
-        seal, _, text = data.partition(b"\n")
-        if not hmac.compare_digest(seal, self._seal(name, text)):
+        seals, _, text = data.partition(b"\n")
+        own = self._seal(name, text, worker_id)
+        start = (b" " + seals).find(b" " + own.partition(b":")[0] + b":")
+        if not hmac.compare_digest(seals[start : start + len(own)], own):
             return None
         try:
             record = json.loads(text)
@@ -236,10 +244,19 @@ class Records(Versions):
             return None
         return record if isinstance(record, dict) else None
 
-    def write(self, name: str, record: dict[str, Any]) -> None:
-        """Put a record in place of the one that is there."""
+    def write(
+        self, name: str, record: dict[str, Any], worker_ids: Iterable[int | None] = (None,)
+    ) -> None:
+        """Put a record in place of the one that is there.
+
+        Args:
+            name: the name.
+            record: what it says.
+            worker_ids: the workers for which it is sealed; a receiver's own by default.
+        """
         text = json.dumps(record).encode()
-        self._store.put(self._path(name), self._seal(name, text) + b"\n" + text)
+        seals = b" ".join(self._seal(name, text, worker_id) for worker_id in worker_ids)
+        self._store.put(self._path(name), seals + b"\n" + text)
 
     def delete(self, name: str) -> None:
         """Remove a record."""
@@ -291,11 +308,15 @@ class Records(Versions):
     def _version(self, version: int) -> str:
         return f"{self._model}-{version:08}.safetensors"
 
-    def _seal(self, name: str, text: bytes) -> bytes:
-        return self._digest(name.encode() + b"\0" + text).encode()
+    def _seal(self, name: str, text: bytes, worker_id: int | None) -> bytes:
+        # Of the digest, as the text grows with the number of workers.
+        sealed = name.encode() + b"\0" + hashlib.sha256(text).digest()
+        worker_id = self._context.worker_id if worker_id is None else worker_id
+        return f"{worker_id}:{_mac(self._context.worker_token(worker_id), sealed)}".encode()
 
-    def _digest(self, data: bytes) -> str:
-        return hmac.new(self._token, data, hashlib.sha256).hexdigest()
+
+def _mac(token: str, data: bytes) -> str:
+    return hmac.new(token.encode(), data, hashlib.sha256).hexdigest()
 
 
 _log = logging.getLogger("sync_core")

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ from sync_plugin_std.stores.store import (
 # How long `close` waits for a call of the store, in seconds.
 _CLOSING = 10.0
 _REMOVED = "was removed from the sender"
+# For how many workers that were removed the sender's record is still sealed.
+_FAREWELLS = 64
 _log = logging.getLogger("sync_core")
 
 
@@ -64,7 +67,7 @@ class StoreReceiver(ReceiverTransport):
         options: StoreOptions,
         versions: Versions | None = None,
     ) -> None:
-        self._records = Records(store, context.token, context.model_id)
+        self._records = Records(store, context)
         self._versions = self._records if versions is None else versions
         self._worker_id = context.worker_id
         self._record = worker_record(context.worker_id)
@@ -151,7 +154,7 @@ class StoreReceiver(ReceiverTransport):
         with self._lock:
             record = self._records.read(SENDER)
             if record is None:
-                raise SenderLostError("the sender was closed")
+                raise SenderLostError("the sender was closed, or another has written its record")
             if not self._sender.lives(record.get("beats")):
                 raise SenderLostError("the sender gives no sign of life")
         if self._replaced:
@@ -233,7 +236,7 @@ class StoreSender(SenderTransport):
         options: StoreOptions,
         versions: Versions | None = None,
     ) -> None:
-        self._records = Records(store, context.token, context.model_id)
+        self._records = Records(store, context)
         self._versions = self._records if versions is None else versions
         self._notify = context.notify
         self._options = options
@@ -248,6 +251,8 @@ class StoreSender(SenderTransport):
         # The versions that are there: the size and the digest of each.
         self._written: dict[int, tuple[int, str]] = {}
         self._served = set(context.worker_ids)
+        # They find in the sender's record that they were removed.
+        self._removed_last: deque[int] = deque(maxlen=_FAREWELLS)
         self._places = {i: self._new_place() for i in context.worker_ids}
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -310,6 +315,7 @@ class StoreSender(SenderTransport):
         """Forget a worker, which learns it by the record."""
         with self._lock:
             place = self._places.pop(worker_id)
+            self._removed_last.append(worker_id)
             self._publish()
         if place.delivery is not None:
             place.delivery.fail(WorkerError(worker_id, _REMOVED))
@@ -350,7 +356,7 @@ class StoreSender(SenderTransport):
                 "sealed": {str(version): sealed for version, sealed in self._written.items()},
                 **self._signature,
             }
-            self._records.write(SENDER, record)
+            self._records.write(SENDER, record, (*self._places, *self._removed_last))
 
     def _remove_old(self) -> None:
         needed = {self._newest, *(place.wanted for place in self._places.values())}
@@ -382,7 +388,7 @@ class StoreSender(SenderTransport):
 
     def _look(self, worker_id: int, place: _WorkerRecord) -> None:
         try:
-            record = self._records.read(worker_record(worker_id))
+            record = self._records.read(worker_record(worker_id), worker_id)
         except Exception as error:
             _log.warning("worker %d cannot be seen in the store: %r", worker_id, error)
             return

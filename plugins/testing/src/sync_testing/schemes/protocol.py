@@ -162,7 +162,8 @@ class ProtocolCases(SchemeCases):
     def test_the_wrong_token_is_refused(self) -> None:
         self.need("cross_process")
         with self.sender(make_policy()) as sender:
-            forged = dataclasses.replace(sender.address(0), token="0" * 32)
+            guessed = "0" * 32
+            forged = dataclasses.replace(sender.address(0), token=guessed, sender_token=guessed)
             with pytest.raises(SenderLostError):
                 Receiver(forged, make_policy())
 
