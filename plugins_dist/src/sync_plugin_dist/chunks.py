@@ -1,10 +1,12 @@
-"""Cuts a payload into chunks, and packs one while earlier ones are sent."""
+"""Cuts a payload into chunks, packs one while earlier ones are sent, and sums them up."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,6 +24,61 @@ def cut(block: Block, nbytes: int, part_nbytes: int) -> list[Tensor]:
         [400, 400, 100]
     """
     return list(block.memory[:nbytes].split(part_nbytes))
+
+
+# One thread sums up 1 to 2 GB/s, where the processor has instructions for SHA-256.
+_SUMMING_THREADS = 4
+# Less than that is summed up before a thread could begin.
+_SMALL_NBYTES = 1 << 17
+
+
+class PartSums:
+    """The SHA-256 of the SHA-256 of each part of a version, summed up while further parts come.
+
+    No member of a broadcast can make other bytes that have the same. Used as a context manager,
+    which ends its threads.
+
+    Example:
+        >>> with PartSums() as sums:
+        ...     for part in cut(Block.allocate(1000), 900, 400):
+        ...         sums.add(part)
+        ...     len(sums.result())
+        64
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._sums: list[bytes | Future[bytes]] = []
+
+    @property
+    def count(self) -> int:
+        """Return how many parts were added."""
+        return len(self._sums)
+
+    def add(self, part: Tensor) -> None:
+        """Sum up the next part, which must stay as it is until `result`."""
+        if part.nbytes < _SMALL_NBYTES:
+            self._sums.append(_sum(part))
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_SUMMING_THREADS, "sync-dist-sum")
+        self._sums.append(self._pool.submit(_sum, part))
+
+    def result(self) -> str:
+        """Return the sum of the parts that were added."""
+        sums = [each if isinstance(each, bytes) else each.result() for each in self._sums]
+        return hashlib.sha256(b"".join(sums)).hexdigest()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+def _sum(part: Tensor) -> bytes:
+    return hashlib.sha256(part.cpu().numpy()).digest()
 
 
 def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:

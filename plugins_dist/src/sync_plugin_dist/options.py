@@ -28,6 +28,8 @@ class DistOptions:
         bucket_mb: the size in MB of the parts in which a version is packed and sent.
         shared_memory: whether workers on this machine, of the same user, read a version where it
             was packed; the others, and with ``nccl`` or ``broadcast`` all of them, are sent it.
+        verify: whether workers compare what they are sent with its SHA-256, which goes over the
+            connection for control; None where other workers pass it on: with ``broadcast``.
     """
 
     backend: str = "gloo"
@@ -36,6 +38,7 @@ class DistOptions:
     port: int = 0
     bucket_mb: float = 4.0
     shared_memory: bool = True
+    verify: bool | None = None
 
     def __post_init__(self) -> None:
         _check_one_of("topology", self.topology, ("p2p", "broadcast"))
@@ -66,6 +69,11 @@ class DistOptions:
         return self.shared_memory and sent_alone and sys.platform != "win32"
 
     @property
+    def verifies(self) -> bool:
+        """Return whether workers compare what they are sent."""
+        return self.topology == "broadcast" if self.verify is None else self.verify
+
+    @property
     def part_nbytes(self) -> int:
         """The size of a part in bytes."""
         return int(self.bucket_mb * 1e6)
@@ -78,6 +86,7 @@ class DistOptions:
             collective=collective,
             interface=interface,
             timeout=context.timeout / 2 if collective else context.timeout,
+            verify=self.verifies,
         )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, distributed
 
 from sync_core.transports import Block
+from sync_plugin_dist.chunks import PartSums
 from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
 
 # How often it is looked whether the collectives of a group have ended, in seconds.
@@ -106,12 +107,14 @@ class Link:
         collective: whether parts are broadcast, and not sent to the one worker.
         interface: the address of this machine that connections are made from.
         timeout: of connecting and of a part that does not get on, in seconds.
+        verify: whether what is received is summed up.
     """
 
     backend: str
     collective: bool
     interface: str
     timeout: float
+    verify: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -155,6 +158,8 @@ class TensorGroup:
         self._link = link
         self._works: deque[Any] = deque()
         self._tail = torch.zeros(1, dtype=torch.int64, device=link.device)
+        #: Of the last version that was received, where both ends verify: see `PartSums`.
+        self.sum = ""
         try:
             self._group = _connect(link, rendezvous, rank, size)
         except (RuntimeError, ValueError) as error:
@@ -198,22 +203,30 @@ class TensorGroup:
         """
         deadline = time.monotonic() + self._link.timeout
         places = [*parts, self._tail]
-        try:
-            if self._link.collective:
-                self._works.extend(self._group.broadcast([p], _from_sender()) for p in places)
-                self._wait_unless(control)
-            else:
-                self._works.extend(self._group.recv([p], 0, i) for i, p in enumerate(places))
-                # When an end dies, gloo fails waits for any chunk but the one in transfer.
-                self._works.pop().wait(timedelta(seconds=self._link.timeout))
-        except RuntimeError as error:
-            raise BrokenGroupError(str(error)) from error
-        self._wait_for_all(deadline)
-        if self._link.collective and control.interrupts():
-            # A version that a sender gave up may be overwritten while it is still being broadcast.
-            raise BrokenGroupError("the sender begins again")
-        if self._link.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        with PartSums() as sums:
+            try:
+                if self._link.collective:
+                    self._works.extend(self._group.broadcast([p], _from_sender()) for p in places)
+                    # The memory of a GPU is read when all of it has come.
+                    on_cpu = self._link.device.type == "cpu"
+                    verified = parts if self._link.verify and on_cpu else ()
+                    self._wait_unless(control, verified, sums)
+                else:
+                    self._works.extend(self._group.recv([p], 0, i) for i, p in enumerate(places))
+                    # When an end dies, gloo fails waits for any chunk but the one in transfer.
+                    self._works.pop().wait(timedelta(seconds=self._link.timeout))
+            except RuntimeError as error:
+                raise BrokenGroupError(str(error)) from error
+            self._wait_for_all(deadline)
+            if self._link.collective and control.interrupts():
+                # A version that a sender gave up may be overwritten while it is being broadcast.
+                raise BrokenGroupError("the sender begins again")
+            if self._link.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            if self._link.verify:
+                for part in parts[sums.count :]:
+                    sums.add(part)
+                self.sum = sums.result()
         if int(self._tail.item()) != version:
             raise BrokenGroupError(f"version {int(self._tail.item())} came, and not {version}")
 
@@ -231,7 +244,8 @@ class TensorGroup:
         else:
             free(held)
 
-    def _wait_unless(self, control: Control) -> None:
+    def _wait_unless(self, control: Control, parts: Sequence[Tensor], sums: PartSums) -> None:
+        """Wait for all that is broadcast, and sum up the parts that have come."""
         # Futures, since a work says that it is completed only some time after it has told so.
         missing = deque(work.get_future() for work in self._works)
         alarm = _Alarm()
@@ -254,6 +268,8 @@ class TensorGroup:
                         raise BrokenGroupError("the sender begins again")
                 while missing and missing[0].done():
                     missing.popleft().wait()
+                    if sums.count < len(parts):
+                        sums.add(parts[sums.count])
         finally:
             alarm.close()
 

@@ -15,6 +15,7 @@ worker    ``take``                                it waits for the newest versio
 sender    ``wire``, number, rank, size            join this process group
 both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
+sender    ``sum``, number, sum                    its SHA-256, where other workers pass it on
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged
@@ -27,7 +28,9 @@ sender    ``gone``, reason                        refused, replaced, removed, or
 ========  ======================================  ==============================================
 
 No byte of a version is sent before the worker has taken an offer, so a worker that does not receive
-delays no other; none is applied before all have arrived, with the version's number after them.
+delays no other; none is applied before all have arrived, with the version's number after them. In
+a broadcast the members of a process group pass parts on to each other, and one may pass on others.
+So a worker says ``received`` once what has come has the ``sum``, and otherwise ``broken``.
 """
 
 from __future__ import annotations

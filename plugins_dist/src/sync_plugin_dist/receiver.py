@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ from sync_plugin_std.local import (
     farewell,
     shake_hands,
 )
+
+_log = logging.getLogger("sync_core")
 
 
 def create_receiver(context: TransportContext, options: DistOptions) -> ReceiverTransport:
@@ -92,6 +95,8 @@ class StreamReceiver(ReceiverTransport):
         self._most_nbytes = layout.most_nbytes
         self._wire: TensorGroup | None = None
         self._rendezvous: Rendezvous | None = None
+        # What has come whole, and waits for its sum.
+        self._arrived: tuple[Transfer, Block] | None = None
         self._offered = 0
         self._seen = 0
         self._asked = 0.0
@@ -185,8 +190,10 @@ class StreamReceiver(ReceiverTransport):
             message = self._next(max(self._timeout / 2, deadline - time.monotonic()))
             if message["type"] == "wire":
                 self._open_wire(message)
-            elif message["type"] == "data":
-                payload = self._read(message)
+            elif message["type"] in ("data", "sum"):
+                payload = (
+                    self._read(message) if message["type"] == "data" else self._verify(message)
+                )
                 if payload is not None:
                     return payload
             elif message["type"] == "nothing":
@@ -244,9 +251,32 @@ class StreamReceiver(ReceiverTransport):
             self._end_wire()
             self._line.send({"type": "broken", "number": transfer.number})
             return None
+        self._arrived = transfer, block
+        return None if self._link.verify else self._accept()
+
+    def _verify(self, message: Message) -> Payload | None:
+        """Return what has come if it has the sum that the sender tells; else begin again."""
+        if self._arrived is None or self._wire is None or message["number"] != self._wire.number:
+            return None
+        if message["sum"] == self._wire.sum:
+            return self._accept()
+        _log.warning(
+            "version %d came with other bytes than the sender has packed: another worker of the "
+            "group, or a process in the network, has changed them; it is fetched again",
+            self._arrived[0].version,
+        )
+        number = self._wire.number
+        self._end_wire()
+        self._line.send({"type": "broken", "number": number})
+        return None
+
+    def _accept(self) -> Payload | None:
+        assert self._arrived is not None
+        (transfer, block), self._arrived = self._arrived, None
         self._asking = False
-        self._line.send({"type": "received", "version": version})
-        return self._unpack(block, version, transfer.digest, partial(self._blocks.append, block))
+        self._line.send({"type": "received", "version": transfer.version})
+        release = partial(self._blocks.append, block)
+        return self._unpack(block, transfer.version, transfer.digest, release)
 
     def _unpack(
         self, block: Block, version: int, digest: str, release: Callable[[], None]
@@ -293,7 +323,7 @@ class StreamReceiver(ReceiverTransport):
         return message
 
     def _end_wire(self) -> None:
-        self._rendezvous = None
+        self._rendezvous = self._arrived = None
         wire, self._wire = self._wire, None
         if wire is not None:
             wire.close()

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from sync_core import Answer, Delivery, OptionError, Payload, TransportContext
 from sync_core.transports import uninterrupted
-from sync_plugin_dist.chunks import pack
+from sync_plugin_dist.chunks import PartSums, cut, pack
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.protocol import Endpoint, listen
@@ -49,6 +49,9 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         self._numbers = itertools.count(1)
         # The bytes packed so far, of slots that are not packed entirely.
         self._packed: dict[Slot, int] = {}
+        # Of slots that are packed, where workers verify what they are sent.
+        self._sums: dict[Slot, str] = {}
+        self._verifies = options.verifies
         self._shares_memory = options.shares_memory
         self._streams: dict[int, Stream] = {}
         self._common_stream: Stream | None = None
@@ -102,17 +105,14 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         try:
             with self._publisher.lock:
                 self._packed[slot] = 0
+                self._sums.pop(slot, None)
                 if announced is not None:
                     self._publisher.expect(worker_ids)
                 deliveries = self._publisher.announce(slot, payload, worker_ids)
                 self.offer_to(worker_ids)
             if announced is not None:
                 announced(deliveries)
-            for done in self._pack(payload, slot):
-                with self._publisher.lock, uninterrupted():
-                    self._packed[slot] = done
-                    for stream in self._all_streams():
-                        stream.pump()
+            self._pack_and_send(payload, slot)
         except BaseException:
             self._publisher.retract(slot)
             raise
@@ -123,8 +123,31 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
                 self._packed = {
                     s: n for s, n in self._packed.items() if n < s.nbytes and s in slots
                 }
+                self._sums = {s: each for s, each in self._sums.items() if s in slots}
         self.offer_to([i for i, peer in tuple(self._peers.items()) if peer.local])
         return deliveries
+
+    def _pack_and_send(self, payload: Payload, slot: Slot) -> None:
+        parts = cut(slot.block, slot.nbytes, self.part_nbytes) if self._verifies else []
+        ends = list(itertools.accumulate(part.nbytes for part in parts))
+        with PartSums() as sums:
+            for done in self._pack(payload, slot):
+                with self._publisher.lock, uninterrupted():
+                    self._packed[slot] = done
+                    for stream in self._all_streams():
+                        stream.pump()
+                # While they are sent.
+                while sums.count < len(parts) and ends[sums.count] <= done:
+                    sums.add(parts[sums.count])
+            if not self._verifies:
+                return
+            for part in parts[sums.count :]:
+                sums.add(part)
+            found = sums.result()
+        with self._publisher.lock, uninterrupted():
+            self._sums[slot] = found
+            for stream in self._all_streams():
+                stream.tell_sum()
 
     def welcome(self, peer: DistPeer) -> None:
         """Let the worker know that it is served."""
@@ -222,6 +245,10 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
     def packed(self, slot: Slot) -> int:
         """Return how many bytes of the slot may be sent already."""
         return self._packed.get(slot, slot.nbytes)
+
+    def sum_of(self, slot: Slot) -> str | None:
+        """Return the sum of a version; None where it is not packed, or workers do not verify."""
+        return self._sums.get(slot)
 
     def next_number(self) -> int:
         """A number for a wire."""

@@ -72,6 +72,8 @@ class ChunkTransfer:
     slot: Slot
     parts: list[Tensor]
     missing: set[DistPeer]
+    #: Whether its sum was sent.
+    summed: bool = False
     _sent: int = 0
     _bytes_sent: int = 0
     _reached: tuple[int, ...] = ()
@@ -315,6 +317,21 @@ class Stream:
         except RuntimeError:
             self._give_up()
 
+    def tell_sum(self) -> None:
+        """Send the workers the sum of what they are sent, once it is known."""
+        shipment = self._shipment
+        if shipment is None or shipment.summed:
+            return
+        found = self._office.sum_of(shipment.slot)
+        if found is None:
+            return
+        shipment.summed = True
+        message = {"type": "sum", "number": self._junction.number, "sum": found}
+        for peer in self._junction.members:
+            self._office.tell(peer, message)
+            if self._shipment is not shipment:
+                return  # that one is gone, and the others begin again
+
     def revoke(self) -> None:
         """Give up sending a version in whose place there is another one, or none."""
         shipment = self._shipment
@@ -411,6 +428,7 @@ class Stream:
         if self._office.collective:
             self._timer.start(self._look_after)
         self.pump()
+        self.tell_sum()
 
     def _look_after(self) -> None:
         """Restart a transfer that has made no progress since the last call."""

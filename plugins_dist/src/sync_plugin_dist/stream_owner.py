@@ -61,6 +61,10 @@ class StreamOwner(ABC):
         """Return how many bytes of the slot may be sent already."""
 
     @abstractmethod
+    def sum_of(self, slot: Slot) -> str | None:
+        """Return the sum of a version; None where it is not packed, or workers do not verify."""
+
+    @abstractmethod
     def next_number(self) -> int:
         """A number for a wire."""
 
