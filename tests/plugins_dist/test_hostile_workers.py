@@ -5,14 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sync_core import Address, Answer, Receiver, Sender, SendError
+from sync_plugin_dist import sender as dist_sender
+from sync_plugin_dist.process_group import Link, TensorGroup
+from sync_plugin_dist.rendezvous import Rendezvous
 from sync_plugin_dist.stream import Stream
 from sync_plugin_std.local import Channel, shake_hands
 from sync_testing import eventually
@@ -140,3 +143,40 @@ def test_a_worker_that_has_received_alone_is_grouped_again() -> None:
                 assert sent.wait().updated == (0, 1)
                 assert [each.result() for each in found] == [version] * 2
             assert [peer.id for peer in stream._junction.members] == [0, 1]
+
+
+class Forged(TensorGroup):
+    """A group of several workers, whose parts are others when they come than when they went."""
+
+    def __init__(self, link: Link, rendezvous: Rendezvous, rank: int, size: int) -> None:
+        super().__init__(link, rendezvous, rank, size)
+        self._several = size > 2
+
+    def send(self, part: Tensor) -> None:
+        super().send(
+            part.clone().fill_(66) if self._several and part.dtype == torch.uint8 else part
+        )
+
+
+@pytest.mark.parametrize("bucket_mb", [4.0, 0.25])
+def test_no_worker_commits_what_others_have_changed(
+    bucket_mb: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist_sender, "TensorGroup", Forged)
+    model, copies = nn.Linear(500, 500), [nn.Linear(500, 500) for _ in range(3)]
+    options: dict[str, Any] = {"topology": "broadcast", "bucket_mb": bucket_mb}
+    with (
+        Sender("dist", model, num_workers=3, timeout=20.0, **options) as sender,
+        ExitStack() as opened,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        receivers = [opened.enter_context(Receiver(sender.address(i), copies[i])) for i in range(3)]
+        for version in (1, 2):
+            with torch.no_grad():
+                model.weight.fill_(float(version))
+            sent = sender.send_async()
+            found = [pool.submit(each.receive, 20.0) for each in receivers]
+            assert [each.result() for each in found] == [version] * 3
+            assert sent.wait().updated == (0, 1, 2)
+            assert all((copy.weight == version).all() for copy in copies)
+    assert "came with other bytes than the sender has packed" in caplog.text
