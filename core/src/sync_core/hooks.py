@@ -182,9 +182,8 @@ class TransportContext:
         scheme: the name of the scheme, for messages.
         model_id: the name of the model that the weights belong to.
         models: (sender) the names of the models, where several travel as one.
-        token: the secret that this sender and all its workers share: one of them may give itself
-            out as another, or as the sender, by it. Names derived from it keep senders apart;
-            `worker_token` proves more.
+        token: the secret that this sender shares with all its workers. Names derived from it keep
+            senders apart; a peer that proves it may be any worker, see `worker_token`.
         secret: (sender) what the tokens of its workers are derived from, and no worker has;
             (receiver) the token of its address. `worker_token` reads it.
         channel: which of the sender's transports this is; see `for_channel`.

@@ -78,7 +78,7 @@ class PartSums:
 
 
 def _sum(part: Tensor) -> bytes:
-    return hashlib.sha256(part.cpu().numpy()).digest()
+    return hashlib.sha256(memoryview(part.cpu().numpy())).digest()
 
 
 def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:

@@ -15,7 +15,7 @@ worker    ``take``                                it waits for the newest versio
 sender    ``wire``, number, rank, size            join this process group
 both      ``key``, number, key, value             how to find an end of it; the sender passes it on
 sender    ``data``, number, version, digest, …    the version follows, in so many bytes, over it
-sender    ``sum``, number, sum                    its SHA-256, where other workers pass it on
+sender    ``sum``, number, version, sum           its SHA-256, where other workers pass it on
 sender    ``again``                               leave the process group; ``take`` if need be
 sender    ``nothing``                             there is nothing newer any more
 worker    ``received``, version                   it has come whole, and is staged

@@ -256,18 +256,21 @@ class StreamReceiver(ReceiverTransport):
 
     def _verify(self, message: Message) -> Payload | None:
         """Return what has come if it has the sum that the sender tells; else begin again."""
-        if self._arrived is None or self._wire is None or message["number"] != self._wire.number:
+        told = message["number"], message["version"]
+        if self._arrived is None or self._wire is None:
+            return None
+        transfer, _ = self._arrived
+        if told != (transfer.number, transfer.version):
             return None
         if message["sum"] == self._wire.sum:
             return self._accept()
         _log.warning(
             "version %d came with other bytes than the sender has packed: another worker of the "
             "group, or a process in the network, has changed them; it is fetched again",
-            self._arrived[0].version,
+            transfer.version,
         )
-        number = self._wire.number
         self._end_wire()
-        self._line.send({"type": "broken", "number": number})
+        self._line.send({"type": "broken", "number": transfer.number})
         return None
 
     def _accept(self) -> Payload | None:

@@ -326,7 +326,8 @@ class Stream:
         if found is None:
             return
         shipment.summed = True
-        message = {"type": "sum", "number": self._junction.number, "sum": found}
+        version = shipment.slot.version
+        message = {"type": "sum", "number": self._junction.number, "version": version, "sum": found}
         for peer in self._junction.members:
             self._office.tell(peer, message)
             if self._shipment is not shipment:
