@@ -1,4 +1,4 @@
-"""A worker has a token of its own, so it passes for neither another worker nor the sender."""
+"""Each worker has a separate token, so it passes for neither another worker nor the sender."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_each_worker_of_a_pool_is_given_its_own(scheme: str, tmp_path: Path) -> 
             stranger.resolve(replace(shared, endpoint=stranger), 5.0)
 
 
-def test_workers_of_relays_and_of_ranks_have_their_own() -> None:
+def test_workers_of_relays_and_of_ranks_have_separate_tokens() -> None:
     ranks = [
         Sender(
             Sharded("shm", i, 2, regions={"w": ((i, i + 1),)}), {"w": torch.ones(1)}, num_workers=2

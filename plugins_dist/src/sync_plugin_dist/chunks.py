@@ -78,7 +78,8 @@ class PartSums:
 
 
 def _sum(part: Tensor) -> bytes:
-    return hashlib.sha256(memoryview(part.cpu().numpy())).digest()
+    data: Any = part.cpu().numpy()
+    return hashlib.sha256(data).digest()
 
 
 def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:

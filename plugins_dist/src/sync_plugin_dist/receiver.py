@@ -255,7 +255,7 @@ class StreamReceiver(ReceiverTransport):
         return None if self._link.verify else self._accept()
 
     def _verify(self, message: Message) -> Payload | None:
-        """Return what has come if it has the sum that the sender tells; else begin again."""
+        """Return the version that has come if it has the sum of the sender; else begin again."""
         told = message["number"], message["version"]
         if self._arrived is None or self._wire is None:
             return None
