@@ -92,12 +92,12 @@ def test_nothing_in_a_page_comes_from_elsewhere(recorded: Path) -> None:
 
 def test_what_is_recorded_is_not_run(recorded: Path) -> None:
     lines = recorded.read_text().splitlines()
-    report = json.loads(lines[0]) | {"model_id": "</script><script>alert(1)</script>@DATA@"}
+    report = json.loads(lines[0]) | {"model_id": "\x1b</script><script>alert(1)</script>@DATA@"}
     text = page([report], "run")
     assert text.count("<script") == 2
     data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
     assert data is not None
-    assert json.loads(data[1])["rows"][0].startswith("</script>")
+    assert json.loads(data[1])["rows"][0].startswith(r"\x1b</script>")
 
 
 def test_a_torn_last_line_is_not_read(recorded: Path) -> None:

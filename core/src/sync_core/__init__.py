@@ -4,9 +4,11 @@ For authors of plugins: `sync_core.transports`, `sync_core.models`, `sync_core.h
 `sync_core.registry`, `sync_core.checks` and `sync_core.lazy`. All errors are in `sync_core.errors`.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from sync_core.lazy import lazy_names
+from sync_core.printable import PrintableRecords
 
 if TYPE_CHECKING:
     from sync_core.address import Address, IndirectEndpoint
@@ -58,6 +60,9 @@ if TYPE_CHECKING:
     from sync_core.worker_group import WorkerGroup
 
 __version__ = "0.1.0"
+
+# The project has this one logger.
+logging.getLogger("sync_core").addFilter(PrintableRecords())
 
 _MODULES = {
     "sync_core.address": ("Address", "IndirectEndpoint"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from sync_core.printable import printable
+
 if TYPE_CHECKING:
     from sync_core.report import SendReport
 
@@ -46,11 +48,6 @@ __all__ = [
 
 #: The weights of a model after a failure: the version that it had, the new one, or anything.
 ModelState = Literal["kept", "new", "bad"]
-
-
-def printable(text: str) -> str:
-    """Return a text that can be printed: a lone surrogate, which JSON carries, is written out."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 class SyncError(Exception):
@@ -297,4 +294,5 @@ class SendError(SyncError):
         have_it = "the others have it" if whole else f"{len(updated)} committed it"
         head = f"version {report.version} did not reach {len(failed)} of {addressed} workers"
         head += f" ({have_it}):" if updated else ":"
-        return "\n".join([head, *(f"  {result.error}" for result in failed.values())])
+        errors = (str(result.error).replace("\n", "\n  ") for result in failed.values())
+        return "\n".join([head, *(f"  {error}" for error in errors)])

@@ -29,6 +29,7 @@ from sync_core.hooks import (
 )
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy
+from sync_core.printable import printable
 from sync_core.registry import Plugin
 from sync_core.transports.transport import ReceiverTransport, SenderTransport
 from sync_core.weights.payload import Update
@@ -66,7 +67,8 @@ def trace_if_asked(manager: pluggy.PluginManager) -> bool:
             "seconds": f"{seconds:.6f}",
             "outcome": "ok" if outcome.exception is None else repr(outcome.exception),
         }
-        sys.stderr.write(f"sync-trace {' '.join(f'{k}={_written(v)}' for k, v in told.items())}\n")
+        line = f"sync-trace {' '.join(f'{k}={_written(v)}' for k, v in told.items())}"
+        sys.stderr.write(f"{printable(line)}\n")
 
     manager.add_hookcall_monitoring(before, after)
     return True

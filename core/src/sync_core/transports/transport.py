@@ -20,6 +20,7 @@ from sync_core.errors import (
     WorkerLostError,
     failure_named,
 )
+from sync_core.printable import printable
 
 if TYPE_CHECKING:
     from sync_core.weights.payload import Payload, Update
@@ -54,8 +55,6 @@ _OUTCOMES: Mapping[ModelState, str] = {
     "new": "has version {}, and something raised after that was loaded",
     "bad": "could not apply version {}; its model is known bad",
 }
-# A traceback says most at its end; the whole must fit into the buffer of a socket.
-_LONGEST_ERROR = 60_000
 _LONGEST_FAILURE = 64
 
 
@@ -122,15 +121,13 @@ class Answer:
             # Logs show the first line.
             shown = "".join(traceback.format_exception(error)).rstrip()
             text = text.partition("\n")[0] + "\n" + shown
-        return cls(
-            version=version, error=text[-_LONGEST_ERROR:], failure=kind.failure, model_state=state
-        )
+        return cls(version=version, error=printable(text), failure=kind.failure, model_state=state)
 
     def to_message(self) -> dict[str, Any]:
         """The answer as a mapping of numbers and strings, which JSON and pickle can hold."""
         message = {name: getattr(self, name) for name in _FITS}
         if self.error is not None:
-            message["error"] = self.error[-_LONGEST_ERROR:]
+            message["error"] = printable(self.error)
         return message
 
     @classmethod

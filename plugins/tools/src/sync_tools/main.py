@@ -13,6 +13,7 @@ from importlib_metadata import EntryPoint
 
 from sync_core import __version__, registry
 from sync_core.errors import PluginImportError, SyncError
+from sync_core.printable import printable
 from sync_tools.command import Command
 
 __all__ = ["GROUP", "main", "make_parser"]
@@ -41,7 +42,9 @@ def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParse
             subparsers.add_parser(entry.name, allow_abbrev=False)
             continue
         command = _load(entry)
-        subparser = subparsers.add_parser(entry.name, help=command.help, allow_abbrev=False)
+        subparser = subparsers.add_parser(
+            entry.name, help=printable(command.help), allow_abbrev=False
+        )
         if commands is None or entry.name in commands:
             command.add_arguments(subparser)
     return parser

@@ -1,4 +1,8 @@
-"""Plain text for the terminal: tables that fit its width, and colours where it shows them."""
+"""Plain text for the terminal: tables that fit its width, and colours where it shows them.
+
+What is printed may come from workers, from files and from the metadata of distributions: `paint`,
+`print_line` and `format_table` make it printable (`sync_core.printable`).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
-__all__ = ["format_table", "paint", "print_table", "terminal_width"]
+from sync_core.printable import printable
+
+__all__ = ["format_table", "paint", "print_line", "print_table", "terminal_width"]
 
 _GAP = 2
 # A column is not made narrower than this, in characters.
@@ -23,7 +29,7 @@ def terminal_width() -> int | None:
 
 
 def paint(text: str, colour: str | None) -> str:
-    """Return text in a colour, where standard output is a terminal that shows colours.
+    """Return printable text, in a colour where standard output is a terminal that shows colours.
 
     Args:
         text: the text.
@@ -33,9 +39,15 @@ def paint(text: str, colour: str | None) -> str:
         >>> paint("failed", "red")  # not in a terminal
         'failed'
     """
+    text = printable(text)
     if not text or colour is None or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def print_line(text: str = "", colour: str | None = None) -> None:
+    """Print text and the end of the line; the arguments are those of `paint`."""
+    sys.stdout.write(f"{paint(text, colour)}\n")
 
 
 def format_table(
@@ -64,7 +76,7 @@ def format_table(
         shm      0.76
         ray     11.20
     """
-    cells = [[*columns], *([cell or "" for cell in row] for row in rows)]
+    cells = [[*columns], *([printable(cell or "") for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     foldable = [number for number, name in enumerate(columns) if name not in whole]
     while width is not None and foldable and sum(widths) + _GAP * (len(widths) - 1) > width:

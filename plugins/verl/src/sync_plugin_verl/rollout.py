@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sync_core import Address, Receiver, SenderLostError, SyncError
 
-_log = logging.getLogger("sync_core.verl")
+_log = logging.getLogger("sync_core")
 _Named = Iterable[tuple[str, Tensor]]
 _GIVEN_UP = "verl has given up the step, and begun another"
 

@@ -17,7 +17,7 @@ from sync_core import Sender, SendError, SendReport, UnknownWorkerError
 from sync_plugin_std import Stream
 from sync_plugin_verl.rollout import deliver, version_of
 
-_log = logging.getLogger("sync_core.verl")
+_log = logging.getLogger("sync_core")
 _Spec = tuple[str, torch.dtype, tuple[int, ...]]
 
 

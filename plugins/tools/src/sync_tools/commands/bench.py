@@ -13,7 +13,7 @@ from importlib_metadata import entry_points
 from sync_core.errors import PluginNotFoundError
 from sync_tools.bench import MODELS, Measurement, measure
 from sync_tools.commands.scheme_options import parse_scheme_options
-from sync_tools.tables import print_table
+from sync_tools.tables import print_line, print_table
 
 _MODEL = "large"
 
@@ -97,11 +97,11 @@ def _as_json(measurement: Measurement) -> dict[str, Any]:
 
 
 def _print(measurement: Measurement) -> None:
-    sys.stdout.write(
+    print_line(
         f"{measurement.plugin}, {measurement.model}: {measurement.nbytes / 1e6:.3g} MB in "
         f"{measurement.tensors} tensors to {measurement.workers} workers on "
         f"{measurement.cores} cores{', zero-copy' * measurement.zero_copy}"
-        f"{', consolidated' * measurement.consolidated}\n"
+        f"{', consolidated' * measurement.consolidated}"
     )
     rows = []
     moved = measurement.nbytes * measurement.workers

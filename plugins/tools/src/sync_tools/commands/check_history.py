@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from sync_plugin_std.history import read_history
 from sync_plugin_std.history_checks import RULES, check_history
+from sync_tools.tables import print_line
 
 # So many violations are listed.
 _LISTED = 50
@@ -42,5 +42,6 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         f"{len(events)} events, {counts['send']} sends, {counts['commit']} commits, "
         f"{reports} reports: {len(violations) or 'no'} violations"
     )
-    sys.stdout.write("\n".join(lines) + "\n")
+    for line in lines:
+        print_line(line)
     return 1 if violations else 0

@@ -25,13 +25,14 @@ from importlib_metadata import EntryPoint
 from sync_core import registry
 from sync_core.errors import PluginError, PluginNotFoundError
 from sync_core.hooks import Finding
+from sync_core.printable import printable
 from sync_core.registry import owner_of
 from sync_core.wrapping import SEPARATOR
 from sync_plugin_std.workers import WorkerProcess, start_process
 from sync_tools.commands.findings import check_imports, check_machine, check_plugins
 from sync_tools.commands.listing import wraps_another
 from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options
-from sync_tools.tables import paint, print_table
+from sync_tools.tables import print_line, print_table
 
 #: The model of `sync_tools.bench`, the number of workers and of sends of each trial.
 MODEL = "small"
@@ -199,7 +200,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
         parser.error("--timeout is a number of seconds above 0")
     diagnoses, findings = [], []
     for scheme, entry in _entries(arguments.schemes).items():
-        with _progress(f"trying {scheme}"):
+        with _progress(f"trying {printable(scheme)}"):
             diagnosis, found = diagnose(entry, arguments.timeout, options, scheme=scheme)
         diagnoses.append(diagnosis)
         findings += found
@@ -214,7 +215,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     else:
         print_diagnoses(diagnoses)
         for finding in findings:
-            sys.stdout.write(paint(str(finding), "yellow") + "\n")
+            print_line(str(finding), "yellow")
     return int(any(each.verdict == "failed" for each in diagnoses))
 
 

@@ -16,7 +16,7 @@ from sync_core.errors import PluginError, RequirementError
 from sync_core.hooks import HOOKS, implemented
 from sync_core.registry import core_requirement, owner_of
 from sync_core.wrapping import WrappingScheme
-from sync_tools.tables import paint, print_table, terminal_width
+from sync_tools.tables import print_line, print_table, terminal_width
 
 _TITLES = {
     registry.SCHEMES: "schemes",
@@ -172,7 +172,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
     for plugin in plugins:
         if remark := _remark(plugin):
             # Not in the table, which would break what has to be typed.
-            sys.stdout.write(paint(f"{plugin.name}: {remark}", _colour(plugin)) + "\n")
+            print_line(f"{plugin.name}: {remark}", _colour(plugin))
     return 0
 
 

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from html import escape
+from html import escape as escape_html
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from sync_core.errors import OptionError
+from sync_core.printable import printable
 
 Reports = Sequence[Mapping[str, Any]]
 # So many failures are listed.
@@ -80,7 +81,7 @@ class Timeline:
         self._newest[model] = version
         sender = self._senders.setdefault(model, len(self.rows))
         if sender == len(self.rows):
-            self.rows.append(f"{model}: sender")
+            self.rows.append(printable(f"{model}: sender"))
         prepared = began + report["prepare_seconds"]
         published = prepared + report["publish_seconds"]
         self._bar(sender, "prepare", began, prepared, version)
@@ -199,6 +200,11 @@ def read(path: Path) -> Reports:
     if not reports:
         raise OptionError(f"{path} has no reports; was anything sent with this Record?")
     return sorted(reports, key=lambda report: float(report["time"]))
+
+
+def escape(text: str) -> str:
+    """Return a text as HTML that shows it, and nothing else."""
+    return escape_html(printable(text))
 
 
 def timeline(reports: Reports) -> Timeline:

@@ -26,6 +26,8 @@ _COLOURS = {
     "bad": "red",
     "lost": "red",
 }
+# 60 KB of each of some thousand workers, in bytes.
+_LONGEST = 1 << 28
 # The milliseconds of a worker's last update, by the title of their column.
 _PHASES = {
     "deliver": "deliver_seconds",
@@ -76,20 +78,21 @@ def fetch(address: str) -> dict[str, Any]:
     try:
         connection.request("GET", parts.path)
         response = connection.getresponse()
-        content = json.loads(response.read())
-    except (OSError, HTTPException, ValueError) as error:
+        content = json.loads(response.read(_LONGEST))
+    except (OSError, HTTPException, ValueError, RecursionError) as error:
         raise StatusError(f"no sender answers at {parts.netloc}: {error}") from error
     finally:
         connection.close()
-    kind = "workers" if response.status == 200 else "error"
-    if not isinstance(content, dict) or kind not in content:
+    try:
+        if response.status != 200:
+            raise StatusError(f"the sender at {parts.netloc} refuses: {content['error']}")
+        render(content)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise StatusError(
             f"what answers at {parts.netloc} is not a StatusServer; give the address that "
             "print(StatusServer(sender).address) prints"
-        )
-    if response.status != 200:
-        raise StatusError(f"the sender at {parts.netloc} refuses: {content['error']}")
-    return content
+        ) from error
+    return dict(content)
 
 
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
@@ -139,7 +142,7 @@ def render(status: Mapping[str, Any]) -> str:
     )
     errors = [paint(worker["error"], "red") for worker in workers if worker["error"]]
     caption = "deliver to answer: milliseconds of the worker's last update"
-    return "\n".join([_headline(status), "", table, "", caption, *errors])
+    return "\n".join([paint(_headline(status), None), "", table, "", caption, *errors])
 
 
 def _headline(status: Mapping[str, Any]) -> str:
