@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from http.client import HTTPConnection
 from typing import Any
@@ -46,6 +47,10 @@ def send_to_the_first(sender: Sender) -> Receiver:
     with pytest.raises(SendError):
         pending.wait(0)
     return receiver
+
+
+def descriptors() -> int:
+    return len(os.listdir("/dev/fd"))
 
 
 def threads() -> list[str]:
@@ -142,10 +147,52 @@ def test_another_server_at_the_address(answer: str) -> None:
         thread.join()
 
 
-def test_a_reader_that_sends_nothing_holds_up_no_other(address: str) -> None:
+@pytest.mark.parametrize("sent", [b"", b"GET", b"drip", b"deaf"])
+def test_readers_that_are_slow_delay_no_other(address: str, sent: bytes) -> None:
     parts = urlsplit(address)
-    with socket.create_connection((parts.hostname, parts.port)):
-        assert fetch(address)["version"] == 0
+    before = descriptors()
+    ended = threading.Event()
+    with ExitStack() as stack:
+        held = [socket.create_connection((parts.hostname, parts.port)) for _ in range(100)]
+        for connection in held:
+            stack.enter_context(connection)
+            # Those that were too many are closed.
+            with suppress(OSError):
+                connection.sendall(
+                    f"GET {parts.path} X\r\n\r\n".encode() if sent == b"deaf" else sent
+                )
+
+        def drip() -> None:
+            while not ended.wait(0.01):
+                for connection in held:
+                    with suppress(OSError):
+                        connection.send(b"x")
+
+        thread = threading.Thread(target=drip)
+        if sent == b"drip":
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(ended.set)
+        began = time.monotonic()
+        for _ in range(3):
+            assert fetch(address)["version"] == 0
+        assert time.monotonic() - began < 0.9
+        # The server's half of each connection: at most 64, and none after a second or two.
+        assert descriptors() <= before + len(held) + 66
+        deadline = time.monotonic() + 10
+        while descriptors() > before + len(held) + 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_the_body_of_a_request_is_no_request(address: str) -> None:
+    parts = urlsplit(address)
+    inner = f"GET {parts.path} HTTP/1.1\r\n\r\n".encode()
+    head = f"GET {parts.path} HTTP/1.1\r\nContent-Length: {len(inner)}\r\n\r\n".encode()
+    with socket.create_connection((parts.hostname, parts.port), timeout=5) as connection:
+        connection.sendall(head + inner)
+        with connection.makefile("rb") as file:
+            assert file.read().count(b"HTTP/1.0 ") == 1
 
 
 def test_closing_ends_the_thread_and_the_port(sender: Sender, address: str) -> None:

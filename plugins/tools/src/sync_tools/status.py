@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -13,19 +14,34 @@ import time
 import weakref
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any, Self
 
 from sync_core import Sender, SendReport, WorkerResult
 from sync_core.transports import uninterrupted
 
 _log = logging.getLogger("sync_core")
-# A request, and then its answer, may take this long, in seconds; others wait in the meantime.
+# A request, and then its answer, may take this long, in seconds.
 _DEADLINE = 1.0
+# Connections at once; of more, the one that came first is closed.
+_MOST = 64
 # Before another connection is accepted, in seconds, where the process has no descriptor left.
 _PAUSE = 1.0
 # A browser sends up to 2 KB of headers, beside cookies.
 _LONGEST_REQUEST = 8192
+# After an answer, what else a reader has sent is read, as it may lose the answer otherwise.
+_LONGEST_REST = 1 << 16
+
+
+@dataclass(eq=False, slots=True)
+class _Reader:
+    """A connection: its request is read, its answer is sent, and the rest is read to its end."""
+
+    connection: socket.socket
+    deadline: float
+    request: bytes = b""
+    answer: memoryview | None = None
+    rest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +100,9 @@ class SenderView:
 class StatusServer:
     """Serves the status of a sender to readers such as ``sync-core watch``, in a thread.
 
-    It listens on the loopback interface, on a free port, and answers ``GET`` requests one after
-    the other. Requests change nothing. The server ends with its sender, or when it is closed.
+    It listens on the loopback interface, on a free port, and answers one ``GET`` request of each
+    connection. A connection that is slow or silent delays no other. Requests change nothing. The
+    server ends with its sender, or when it is closed.
 
     Args:
         sender: the sender; it is not kept alive.
@@ -137,7 +154,7 @@ class StatusServer:
         return self._address
 
     def close(self) -> None:
-        """Refuse further connections; a request in progress is answered first.
+        """Close all connections; an answer that is being sent is sent to its end first.
 
         In a process that was forked from the server's, this does nothing.
         """
@@ -205,31 +222,86 @@ class StatusServer:
         )
 
     def _serve(self) -> None:
+        readers: dict[socket.socket, _Reader] = {}
         with self._listener, self._ended, DefaultSelector() as selector:
             selector.register(self._ended, EVENT_READ)
             selector.register(self._listener, EVENT_READ)
-            while self._ended not in {key.fileobj for key, _ in selector.select()}:
-                try:
-                    connection, _ = self._listener.accept()
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    selector.unregister(self._listener)
-                    if selector.select(_PAUSE):
-                        break
+            paused_until = math.inf
+            while True:
+                moments = paused_until, *(reader.deadline for reader in readers.values())
+                timeout = min(moments) - time.monotonic()
+                ready = selector.select(None if timeout == math.inf else max(0.0, timeout))
+                found = {key.fileobj for key, _ in ready}
+                if self._ended in found:
+                    break
+                now = time.monotonic()
+                for connection in [c for c in readers if c in found or readers[c].deadline <= now]:
+                    reader = readers[connection]
+                    if reader.deadline > now and self._continue(reader):
+                        selector.modify(connection, EVENT_WRITE if reader.answer else EVENT_READ)
+                    else:
+                        _drop(readers.pop(connection), selector)
+                if paused_until <= now:
+                    paused_until = math.inf
                     selector.register(self._listener, EVENT_READ)
-                    continue
-                with connection:
-                    try:
-                        self._answer(connection)
-                    except Exception as error:
-                        _log.debug("a request for the status was not answered: %r", error)
+                elif self._listener in found and not self._accept(readers, selector):
+                    paused_until = now + _PAUSE
+                    selector.unregister(self._listener)
+            for reader in readers.values():
+                if reader.answer:
+                    with suppress(OSError):
+                        reader.connection.settimeout(max(0.0, reader.deadline - time.monotonic()))
+                        reader.connection.sendall(reader.answer)
+                _drop(reader, selector)
             # As with the other socket; macOS has no such call for listeners.
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
 
-    def _answer(self, connection: socket.socket) -> None:
-        method, _, rest = _first_line(connection).partition(b" ")
+    def _accept(self, readers: dict[socket.socket, _Reader], selector: DefaultSelector) -> bool:
+        """Accept a connection, if there is one; False where no descriptor is left for any."""
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        connection.setblocking(False)
+        if len(readers) == _MOST:
+            _drop(readers.pop(next(iter(readers))), selector)
+        readers[connection] = _Reader(connection, time.monotonic() + _DEADLINE)
+        selector.register(connection, EVENT_READ)
+        return True
+
+    def _continue(self, reader: _Reader) -> bool:
+        """Read or send what can be, without waiting; False when the connection is at its end."""
+        try:
+            if reader.answer:
+                reader.answer = reader.answer[reader.connection.send(reader.answer) :]
+                if not reader.answer:
+                    reader.connection.shutdown(socket.SHUT_WR)
+                return True
+            part = reader.connection.recv(_LONGEST_REQUEST)
+            if reader.answer is not None:
+                reader.rest += len(part)
+                return bool(part) and reader.rest <= _LONGEST_REST
+            reader.request += part
+            if (
+                part
+                and b"\r\n\r\n" not in reader.request
+                and len(reader.request) < _LONGEST_REQUEST
+            ):
+                return True
+            reader.answer = memoryview(self._answer(reader.request))
+            reader.deadline = time.monotonic() + _DEADLINE
+        except BlockingIOError:
+            return True
+        except Exception as error:
+            _log.debug("a request for the status was not answered: %r", error)
+            return False
+        return True
+
+    def _answer(self, request: bytes) -> bytes:
+        method, _, rest = request.partition(b"\r\n")[0].partition(b" ")
         path = rest.partition(b" ")[0]
         if not hmac.compare_digest(path, self._path.encode()):
             status, content = "403 Forbidden", {"error": "this address has another token"}
@@ -245,28 +317,15 @@ class StatusServer:
             f"HTTP/1.0 {status}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nCache-Control: no-store\r\n\r\n"
         )
-        connection.settimeout(_DEADLINE)
-        connection.sendall(head.encode() + body)
+        return head.encode() + body
 
 
-def _first_line(connection: socket.socket) -> bytes:
-    """Read a request, and return its first line.
-
-    Raises:
-        TimeoutError: it was not there by the deadline.
-    """
-    deadline = time.monotonic() + _DEADLINE
-    request = b""
-    while b"\r\n\r\n" not in request and len(request) < _LONGEST_REQUEST:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError("the request has no end")
-        connection.settimeout(remaining)
-        part = connection.recv(_LONGEST_REQUEST - len(request))
-        if not part:
-            break
-        request += part
-    return request.partition(b"\r\n")[0]
+def _drop(reader: _Reader, selector: DefaultSelector) -> None:
+    selector.unregister(reader.connection)
+    # Closing is not enough: a process that was forked from this one has the socket, too.
+    with suppress(OSError):
+        reader.connection.shutdown(socket.SHUT_RDWR)
+    reader.connection.close()
 
 
 def _summary(report: SendReport, ago_seconds: float) -> dict[str, Any]:
