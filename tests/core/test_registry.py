@@ -113,8 +113,15 @@ def test_only_the_plugin_that_was_named_is_loaded(site: Site) -> None:
         (
             registry.SCHEMES,
             "smoke-signal",
-            "is installed; if it is published, type: pip install sync-plugin-smoke-signal; for",
+            "'smoke-signal' is installed; for a plugin of your own, type in its folder",
         ),
+        (
+            registry.SCHEMES,
+            "NCCL",
+            r"type: .*Sender\(\"dist\", …, backend=\"nccl\"\)",
+        ),
+        (registry.SCHEMES, "increments::s3", r"type: Sender\(\"store\", …, url="),
+        (registry.COMMANDS, "serv", "no command 'serv' is installed; did you mean 'serve'"),
         (registry.LAYERS, "bf61", "no layer 'bf61' is installed; did you mean 'bf16'"),
         (registry.WORKERS, "proces", "no worker group 'proces' .* did you mean 'process'"),
     ],
@@ -199,7 +206,7 @@ def test_a_plugin_that_does_not_import(site: Site) -> None:
     ) as failure:
         Sender("carrier-pigeon", num_workers=1)
     assert str(failure.value).endswith(
-        "; type: pip install -U pigeon-plugin, or leave it out: SYNC_DISABLE=pigeon-plugin"
+        "; update pigeon-plugin from where you have it, or leave it out: SYNC_DISABLE=pigeon-plugin"
     )
     assert isinstance(failure.value.__cause__, ModuleNotFoundError)
 
@@ -207,13 +214,13 @@ def test_a_plugin_that_does_not_import(site: Site) -> None:
 @pytest.mark.parametrize(
     ("core", "remedy"),
     [
-        ("sync-core<0.1", "-U pigeon-plugin"),
-        ("Sync_Core>=0.0.5,!=0.1.*", "-U pigeon-plugin"),
-        ("sync-core==0.0.5", "-U pigeon-plugin"),
-        ("sync-core>7", "-U 'sync-core>7'"),
-        ("sync-core>=7,<9", "-U 'sync-core<9,>=7'"),
-        ("sync-core~=7.1", "-U 'sync-core~=7.1'"),
-        ("sync-core==7.*", "-U 'sync-core==7.*'"),
+        ("sync-core<0.1", "update pigeon-plugin from where you have it"),
+        ("Sync_Core>=0.0.5,!=0.1.*", "update pigeon-plugin from where you have it"),
+        ("sync-core==0.0.5", "update pigeon-plugin from where you have it"),
+        ("sync-core>7", "type: pip install -U 'sync-core>7'"),
+        ("sync-core>=7,<9", "type: pip install -U 'sync-core<9,>=7'"),
+        ("sync-core~=7.1", "type: pip install -U 'sync-core~=7.1'"),
+        ("sync-core==7.*", "type: pip install -U 'sync-core==7.*'"),
     ],
 )
 def test_a_plugin_made_for_another_core_is_refused_before_it_is_imported(
@@ -224,7 +231,7 @@ def test_a_plugin_made_for_another_core_is_refused_before_it_is_imported(
         registry.find(registry.SCHEMES, "carrier-pigeon")
     assert str(refusal.value) == (
         f"scheme 'carrier-pigeon' (pigeon-plugin 1.2) was made for {Requirement(core)}, and this "
-        f"is sync-core {sync_core.__version__}; type: pip install {remedy}"
+        f"is sync-core {sync_core.__version__}; {remedy}"
     )
 
 

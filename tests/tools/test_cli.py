@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import sync_core
-from sync_core import registry
+from sync_core import Sender, registry
+from sync_plugin_std import Record
 from sync_tools.main import GROUP, main
 
 
@@ -276,11 +278,30 @@ BENCH = ["bench", "shm", "--workers", "1", "--model", "small"]
         ([*BENCH, "--slots=x"], "takes slots: int | None, not 'x'"),
         ([*BENCH, "--slots", "false"], "slots: int | None, not False"),
         ([*BENCH, "--slot", "4"], "no option 'slot'"),
+        (["bench", "nccl"], 'type: Sender("dist", …, backend="nccl")'),
+        (["doctr"], "no command 'doctr' is installed; did you mean 'doctor'?"),
+        (["check-history", "EMPTY"], "has no events, so nothing can be judged"),
+        (["check-history", "."], "cannot read ."),
+        (["report", "."], "cannot read ."),
+        (["report", "REPORTS", "--output", "/dev/null/page"], "/dev/null/page"),
+        (["serve", "EMPTY"], "is not a directory"),
+        (["new-plugin", "redis", "--directory", "/dev/null"], "/dev/null"),
+        (["tune-env", "NoSuchEnv-v0"], "has no environment 'NoSuchEnv-v0'"),
+        (["tune-env", "no_such_module:make"], "'no_such_module' in this folder, or installed,"),
+        (["tune-env", ":make"], "does not import"),
+        (["tune-env", "CartPole-v1", "--scheme", "sharedmem"], 'type: Sender("shm", …)'),
     ],
 )
 def test_errors_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    files = {"EMPTY": tmp_path / "empty.jsonl", "REPORTS": tmp_path / "run.jsonl"}
+    files["EMPTY"].touch()
+    with Sender(
+        "none", nn.Linear(2, 2), num_workers=1, layers=[Record(files["REPORTS"])]
+    ) as sender:
+        sender.send()
+    arguments = [str(files.get(argument, argument)) for argument in arguments]
     assert main(arguments) == 1
     assert message in capsys.readouterr().err
 
@@ -297,6 +318,9 @@ def test_errors_are_one_line(
         ["bench", "collector", "--consolidate"],
         ["bench", "collector", "--model", "small"],
         ["list", "--slots", "2"],
+        ["serve", ".", "--port", "99999"],
+        ["check-history", "run.jsonl", "--deadline", "nan"],
+        ["watch", "http://127.0.0.1:1/x", "--interval", "inf"],
     ],
 )
 def test_arguments_that_make_no_sense(arguments: list[str]) -> None:

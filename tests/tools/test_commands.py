@@ -58,5 +58,5 @@ def test_a_command_that_does_not_import_hurts_no_other(
     error = capsys.readouterr().err
     assert f"the command {command!r} (stranger 1.0) does not import" in error
     assert cause in error
-    assert error.endswith("type: pip install -U stranger\n")
+    assert error.endswith("; update stranger from where you have it\n")
     assert main(["hello", "world"]) == 0

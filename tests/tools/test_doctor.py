@@ -123,11 +123,11 @@ def test_a_scheme_that_fails_stops_no_other(
     assert "killed by signal 11" in problems["crash"]
     assert problems["broken"] == (
         "scheme 'broken' (doctored-broken 1.0) does not import: "
-        "ModuleNotFoundError: No module named 'a_module_that_is_not_there'; type: "
-        "pip install -U doctored-broken, or leave it out: SYNC_DISABLE=doctored-broken"
+        "ModuleNotFoundError: No module named 'a_module_that_is_not_there'; update "
+        "doctored-broken from where you have it, or leave it out: SYNC_DISABLE=doctored-broken"
     )
     assert "workers have other weights" in problems["liar"]
-    assert "pip install -U doctored-liar" in problems["liar"]
+    assert "update doctored-liar from" in problems["liar"]
     assert problems["deaf"].startswith("worker 0: BenchWorker.connect raised RuntimeError: no rec")
     assert "sync-core bench deaf" in problems["deaf"]
     assert not any("\n" in problem for problem in problems.values() if problem)

@@ -25,11 +25,13 @@ import sync_core
 from sync_core.errors import PluginVersionError
 
 __all__ = [
+    "OURS",
     "DistributionInfo",
     "check_core",
     "core_remedy",
     "core_requirement",
     "entry_points_of",
+    "how_to_update",
     "installed_version",
     "is_core",
     "is_met",
@@ -39,6 +41,15 @@ __all__ = [
 ]
 
 _CORE = "sync-core"
+#: The distributions of this project. An error advises to install these by name, and no others: a
+#: name of PyPI may be anybody's.
+OURS = frozenset(
+    (
+        *(_CORE, "sync-collector", "sync-testing", "sync-tools"),
+        *(f"sync-plugin-{name}" for name in ("dist", "ray", "scale", "std", "store")),
+        *(f"sync-plugin-{name}" for name in ("torchrl", "trl", "verl", "vllm")),
+    )
+)
 # Operators of requirements that an older version does not meet.
 _LEAST = frozenset({">=", ">", "~=", "=="})
 
@@ -137,25 +148,38 @@ def check_core(owner: str, distribution: DistributionInfo | None) -> None:
         return
     raise PluginVersionError(
         f"{owner} was made for {requirement}, and this is {_CORE} {sync_core.__version__}; "
-        f"type: pip install {core_remedy(distribution.name, requirement)}"
+        f"{core_remedy(distribution.name, requirement)}"
     )
 
 
 def core_remedy(plugin: str, requirement: Requirement) -> str:
-    """Return what pip is to install where a plugin's requirement of the core is not met.
+    """Return what to do where a plugin's requirement of the core is not met.
 
     Example:
-        >>> core_remedy("my-transport", Requirement("sync-core<0.1"))
-        '-U my-transport'
+        >>> core_remedy("sync-plugin-std", Requirement("sync-core<0.1"))
+        'type: pip install -U sync-plugin-std'
         >>> core_remedy("my-transport", Requirement("sync-core>=7"))
-        "-U 'sync-core>=7'"
+        "type: pip install -U 'sync-core>=7'"
     """
     core = Version(sync_core.__version__)
     least = [each.version for each in requirement.specifier if each.operator in _LEAST]
     if any(Version(each.removesuffix(".*")) > core for each in least):
-        return f"-U '{requirement}'"
+        return f"type: pip install -U '{_CORE}{requirement.specifier}'"
     # The core has other plugins too, so it is the one that does not fit which changes.
-    return f"-U {plugin}"
+    return how_to_update(plugin)
+
+
+def how_to_update(distribution: str | None) -> str:
+    """Return what to do for a newer version of an installed distribution.
+
+    Example:
+        >>> how_to_update("sync-plugin-std"), how_to_update("my-transport")
+        ('type: pip install -U sync-plugin-std', 'update my-transport from where you have it')
+    """
+    name = canonicalize_name(distribution or "")
+    if name in OURS:
+        return f"type: pip install -U {name}"
+    return f"update {distribution or 'it'} from where you have it"
 
 
 def entry_points_of(group: str) -> list[EntryPoint]:

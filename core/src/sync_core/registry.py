@@ -12,13 +12,16 @@ from types import MappingProxyType
 from typing import Any
 
 from importlib_metadata import EntryPoint
+from packaging.requirements import Requirement
 
 from sync_core.distributions import (
+    OURS,
     DistributionInfo,
     check_core,
     core_remedy,
     core_requirement,
     entry_points_of,
+    how_to_update,
     installed_version,
     is_core,
     is_met,
@@ -44,10 +47,12 @@ from sync_core.worker_group import WorkerGroup
 from sync_core.wrapping import SEPARATOR, WrappingScheme
 
 __all__ = [
+    "COMMANDS",
     "DISABLE",
     "ENDPOINTS",
     "KNOWN",
     "LAYERS",
+    "OURS",
     "SCHEMES",
     "WORKERS",
     "DistributionInfo",
@@ -58,6 +63,7 @@ __all__ = [
     "entry_point",
     "entry_points_of",
     "find",
+    "how_to_update",
     "imported",
     "installed",
     "installed_version",
@@ -75,6 +81,7 @@ SCHEMES = "sync.schemes"
 LAYERS = "sync.layers"
 WORKERS = "sync.workers"
 ENDPOINTS = "sync.endpoints"
+COMMANDS = "sync.commands"
 
 #: The environment variable that names plugins to be left out.
 DISABLE = "SYNC_DISABLE"
@@ -84,6 +91,7 @@ _KINDS = {
     LAYERS: "layer",
     WORKERS: "worker group",
     ENDPOINTS: "endpoint of addresses",
+    COMMANDS: "command",
 }
 _CAPABILITIES = MappingProxyType(
     {SCHEMES: SCHEME_CAPABILITIES, LAYERS: LAYER_CAPABILITIES, WORKERS: WORKER_CAPABILITIES}
@@ -93,7 +101,7 @@ _ALIKE = 0.75
 _LAYER_HOOKS = ("prepare_weights", "apply_weights", "skip_update")
 
 _STD, _SCALE = "sync-plugin-std", "sync-plugin-scale"
-_RAY, _DIST = "sync-plugin-ray", "sync-plugin-dist"
+_RAY, _DIST, _STORE = "sync-plugin-ray", "sync-plugin-dist", "sync-plugin-store"
 #: Where the names live that this project publishes.
 KNOWN = MappingProxyType(
     {
@@ -101,7 +109,7 @@ KNOWN = MappingProxyType(
             **dict.fromkeys(("chunked", "increments", "sharded", "two_phase"), _SCALE),
             **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
             "ray": _RAY,
-            "store": "sync-plugin-store",
+            "store": _STORE,
             **dict.fromkeys(("dist", "rpc"), _DIST),
         },
         LAYERS: dict.fromkeys(
@@ -118,6 +126,40 @@ KNOWN = MappingProxyType(
             "rpc": _DIST,
         },
         ENDPOINTS: {"pool": _SCALE},
+        COMMANDS: {
+            **dict.fromkeys(("list", "doctor", "bench", "plan"), "sync-tools"),
+            **dict.fromkeys(("watch", "report", "check-history", "new-plugin"), "sync-tools"),
+            "serve": _STORE,
+            "tune-env": "sync-collector",
+        },
+    }
+)
+_GLOO = 'Sender("dist", …, backend="gloo")', _DIST
+_BUCKET = 'Sender("store", …, url="s3://bucket/run", key=key)', _STORE
+_SHARDED = 'Sender(sync_plugin_scale.Sharded("dist", rank, world_size), model, …)', _SCALE
+# For names that schemes of other projects, or backends and libraries, have: what to type instead,
+# and the distribution that has it.
+_INSTEAD = MappingProxyType(
+    {
+        "nccl": ('Sender("dist", …, backend="nccl")', _DIST),
+        **dict.fromkeys(("gloo", "mpi", "ucc", "tcp", "socket", "sockets", "broadcast"), _GLOO),
+        **dict.fromkeys(("torch", "torch.distributed", "distributed", "c10d", "ddp"), _GLOO),
+        **dict.fromkeys(("process_group", "torchrun", "network"), _GLOO),
+        **dict.fromkeys(("grpc", "tensorpipe", "torch_rpc"), ('Sender("rpc", …)', _DIST)),
+        **dict.fromkeys(("s3", "gs", "gcs", "r2", "azure", "bucket", "http", "https"), _BUCKET),
+        **dict.fromkeys(("fsdp", "fsdp2", "dtensor", "megatron", "deepspeed"), _SHARDED),
+        **dict.fromkeys(("multiprocessing", "process", "pipe"), ('Sender("mp", …)', _STD)),
+        **dict.fromkeys(("threading", "threads", "local"), ('Sender("thread", …)', _STD)),
+        **dict.fromkeys(("shared_memory", "shmem", "sharedmem"), ('Sender("shm", …)', _STD)),
+        **dict.fromkeys(
+            ("disk", "directory", "filesystem", "nfs"),
+            ('Sender("file", …, directory="/mnt/run")', _STD),
+        ),
+        "rllib": ('Sender("ray", …)', _RAY),
+        "vllm": ("sync_plugin_vllm.VllmTarget(…)", "sync-plugin-vllm"),
+        "verl": ("backend=sync_core in verl's checkpoint_engine", "sync-plugin-verl"),
+        "trl": ("sync_plugin_trl.SyncCallback(…)", "sync-plugin-trl"),
+        "torchrl": ("sync_plugin_torchrl.Scheme(…)", "sync-plugin-torchrl"),
     }
 )
 
@@ -256,15 +298,18 @@ def imported(owner: str, entry: EntryPoint) -> Any:
     Raises:
         PluginVersionError: it was made for another core; it is not imported.
         PluginImportError: it does not import; the cause is chained.
+        RequirementError: it says what must be installed first.
     """
     check_core(owner, entry.dist)
     try:
         return entry.load()
+    except RequirementError as error:
+        raise RequirementError(f"{owner}: {error}") from error
     except Exception as error:
         distribution, _ = owner_of(entry)
         raise PluginImportError(
             f"{owner} does not import: {type(error).__name__}: {error}; "
-            f"type: pip install -U {distribution}, or leave it out: {DISABLE}={distribution}"
+            f"{how_to_update(distribution)}, or leave it out: {DISABLE}={distribution}"
         ) from error
 
 
@@ -328,15 +373,18 @@ def _not_found(group: str, name: str) -> str:
         return f"{kind} {name!r} is disabled; to use it, take it out of {DISABLE}"
     message = f"no {kind} {name!r} is installed"
     near = difflib.get_close_matches(name.lower(), {*there, *known}, n=1)
+    instead = _INSTEAD if group == SCHEMES else {}
+    typed, owner = instead.get(name.lower().replace("-", "_"), ("", ""))
     if name in known:
         message += f"; type: pip install {known[name]}"
+    elif typed:
+        there_first = "" if installed_version(Requirement(owner)) else f"pip install {owner}, then "
+        message += f"; type: {there_first}{typed}"
     elif near:
         message += f"; did you mean {near[0]!r}?"
         if near[0] not in there:
             message += f" Then type: pip install {known[near[0]]}"
-    elif name.replace("-", "").isalnum():
-        message += f"; if it is published, type: pip install sync-plugin-{name}"
-    if name not in known:
+    if name not in known and not typed and group != COMMANDS:
         message += "; for a plugin of your own, type in its folder: pip install -e ."
     return f"{message} (installed: {', '.join(there) or 'none'})"
 

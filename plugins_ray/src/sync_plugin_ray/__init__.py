@@ -2,10 +2,12 @@
 
 from importlib import import_module
 
+from sync_core import errors
+
 try:
     import_module("ray")
 except ImportError as error:
-    raise ImportError(
+    raise errors.RequirementError(
         "sync-plugin-ray needs Ray, which is not installed; type: pip install 'ray>=2.50'"
     ) from error
 

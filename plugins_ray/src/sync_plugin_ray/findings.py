@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
@@ -121,7 +122,8 @@ def versions(about: str, facts: ClusterFacts) -> Iterator[Finding]:
         if there == ours:
             continue
         remedy = f"make an environment with Python {there}"
-        if name == "Ray":
+        # The version is what a cluster says.
+        if name == "Ray" and re.fullmatch(r"[0-9A-Za-z.+]{1,64}", there):
             remedy = f"type: pip install 'ray=={there}'"
         yield Finding(
             about,

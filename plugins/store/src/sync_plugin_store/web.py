@@ -254,6 +254,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if not 0 <= arguments.port < 1 << 16:
+        parser.error(f"--port must be 0 to 65535, got {arguments.port}")
     with serve(arguments.directory, arguments.host, arguments.port) as url:
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()

@@ -19,7 +19,7 @@ from sync_tools.command import Command
 __all__ = ["GROUP", "main", "make_parser"]
 
 #: The entry point group of commands.
-GROUP = "sync.commands"
+GROUP = registry.COMMANDS
 
 
 def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParser:
@@ -73,11 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(given: Sequence[str]) -> int:
     try:
+        installed = {entry.name for entry in registry.installed(GROUP)}
+        if given and not given[0].startswith("-") and given[0] not in installed:
+            registry.entry_point(GROUP, given[0])  # raises, and says what to type
         parser = make_parser(given[:1])
         parsed, rest = parser.parse_known_args(given)
         return int(parsed.run(parsed, rest, parser))
-    except SyncError as error:
-        sys.stderr.write(f"sync-core: {error}\n")
+    except BrokenPipeError:
+        raise
+    except (SyncError, OSError) as error:
+        sys.stderr.write(f"sync-core: {printable(str(error))}\n")
     return 1
 
 
@@ -110,7 +115,7 @@ def _load(entry: EntryPoint) -> Command:
         return _Broken(
             f"does not import ({distribution} {version})",
             f"the command {entry.name!r} ({distribution} {version}) does not import: {error!r}; "
-            f"type: pip install -U {distribution}",
+            f"{registry.how_to_update(distribution)}",
         )
     return command
 

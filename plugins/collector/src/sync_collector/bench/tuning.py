@@ -28,7 +28,7 @@ from sync_collector.envs.adapt import as_env, stack_envs
 from sync_collector.envs.arrays import speaks_arrays
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import FLAGS, Env, close_env, random_policy, reset_env
-from sync_core import OptionError
+from sync_core import OptionError, registry
 
 __all__ = ["Setup", "StepCost", "add_arguments", "measure_setup", "measure_step", "suggested"]
 
@@ -289,6 +289,7 @@ def _run(
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if min(*arguments.workers, *arguments.envs, arguments.width) < 1 or arguments.seconds <= 0:
         parser.error("--workers, --envs and --width are 1 or more, and --seconds more than 0")
+    registry.find(registry.SCHEMES, arguments.scheme)
     make = factory(arguments.factory)
     torch.set_num_threads(1)
     begin, worked = time.perf_counter(), time.process_time()
@@ -367,15 +368,22 @@ def factory(name: str) -> Callable[[], Any]:
                 f"{name!r} is the id of a Gymnasium environment, and gymnasium is not installed; "
                 "type: pip install 'sync-collector[gym]', or give module:function"
             ) from error
-        return partial(gymnasium.make, name)
+        try:
+            gymnasium.spec(name)
+        except gymnasium.error.Error as error:
+            raise OptionError(
+                f"Gymnasium has no environment {name!r}: {error}; give another id, or "
+                "module:function"
+            ) from error
+        return partial(_make_registered, name)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ImportError, SyntaxError, ValueError, TypeError) as error:
         raise OptionError(
-            f"there is no module {module_name!r} in this folder or installed: {error}; type "
-            "my_module:make_env for the function make_env of my_module.py"
+            f"the module {module_name!r} in this folder, or installed, does not import: {error}; "
+            "type my_module:make_env for the function make_env of my_module.py"
         ) from error
     made = getattr(module, function, None)
     if not callable(made):
@@ -385,6 +393,15 @@ def factory(name: str) -> Callable[[], Any]:
         )
     make: Callable[[], Any] = made
     return make
+
+
+def _make_registered(name: str) -> Any:
+    import gymnasium
+
+    try:
+        return gymnasium.make(name)
+    except gymnasium.error.Error as error:
+        raise OptionError(f"the environment {name!r} cannot be made: {error}") from error
 
 
 def _doubled(cores: int) -> list[int]:

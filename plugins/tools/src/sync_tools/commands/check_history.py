@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sync_core.errors import OptionError
 from sync_plugin_std.history import read_history
 from sync_plugin_std.history_checks import RULES, check_history
 from sync_tools.tables import print_line
@@ -31,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
     if rest:
         parser.error(f"check-history has no {' '.join(rest)!r}")
+    if arguments.deadline is not None and not arguments.deadline > 0:
+        parser.error(f"--deadline must be more than 0 seconds, got {arguments.deadline}")
+    for path in arguments.paths:
+        if not read_history([path]):
+            raise OptionError(
+                f"{path} has no events, so nothing can be judged; was anything sent, or committed, "
+                "with this History?"
+            )
     events = read_history(arguments.paths)
     violations = check_history(events, deadline=arguments.deadline)
     counts = {kind: sum(e["event"] == kind for e in events) for kind in ("send", "commit")}

@@ -19,11 +19,13 @@ from typing import Any
 
 from importlib_metadata import PackageNotFoundError, distribution
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from sync_core import registry
 from sync_core.errors import OptionError, PluginConflictError, SyncError
 from sync_core.hooks import Finding, FindingsContext
 from sync_core.registry import (
+    OURS,
     DistributionInfo,
     Plugin,
     core_remedy,
@@ -64,10 +66,12 @@ def check_imports(timeout: float = 120.0) -> Iterator[Finding]:
     for plugin in json.loads(f"[{text}"):
         # Their metadata distinguishes two that claim one name.
         if plugin["error"] and plugin["kind"] != "schemes" and not plugin["conflicts"]:
-            problem, _, remedy = plugin["error"].splitlines()[0].partition("; type: ")
             owner = plugin["distribution"]
-            usual = f"pip install -U {owner}, or leave it out: SYNC_DISABLE={owner}"
-            yield Finding(plugin["name"], problem, f"type: {remedy or usual}")
+            update = registry.how_to_update(owner)
+            first = plugin["error"].splitlines()[0].partition(f"; {update}")[0]
+            problem, _, remedy = first.partition("; type: ")
+            usual = f"{update}, or leave it out: SYNC_DISABLE={owner}"
+            yield Finding(plugin["name"], problem, f"type: {remedy}" if remedy else usual)
 
 
 def _list(timeout: float) -> str:
@@ -244,14 +248,16 @@ def unmet_requirements() -> Iterator[Finding]:
             yield Finding(
                 f"{each.name} {each.version}",
                 f"needs {requirement}, and {f'{there} is' if there else 'none is'} installed",
-                f"type: pip install {_what_to_install(each, requirement)}",
+                _how_to_meet(each, requirement),
             )
 
 
-def _what_to_install(asking: DistributionInfo, requirement: Requirement) -> str:
+def _how_to_meet(asking: DistributionInfo, requirement: Requirement) -> str:
     if is_core(requirement):
         return core_remedy(asking.name, requirement)
-    return f"'{requirement.name}{requirement.specifier}'"
+    if canonicalize_name(asking.name) in OURS:
+        return f"type: pip install '{requirement.name}{requirement.specifier}'"
+    return f"install it again with what it needs: {registry.how_to_update(asking.name)}"
 
 
 def _distributions() -> dict[str, DistributionInfo]:
@@ -312,5 +318,5 @@ def _ask(plugin: Plugin, context: FindingsContext, found: Future[list[Finding]])
 
 
 def _complaint(plugin: Plugin, problem: str) -> Finding:
-    remedy = f"type: pip install -U {plugin.distribution}, or tell its author"
+    remedy = f"{registry.how_to_update(plugin.distribution)}, or tell its author"
     return Finding(plugin.describe(), problem.splitlines()[0], remedy)

@@ -119,7 +119,7 @@ def _import_error(entry: EntryPoint) -> str | None:
     try:
         entry.load()
     except Exception as error:
-        return f"does not import: {error!r}; type: pip install -U {owner_of(entry)[0]}"
+        return f"does not import: {error!r}; {registry.how_to_update(owner_of(entry)[0])}"
     return None
 
 

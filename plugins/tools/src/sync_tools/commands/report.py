@@ -152,8 +152,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
     if rest:
         parser.error(f"report has no {' '.join(rest)!r}")
+    page_text = page_of(arguments.path)
     output = arguments.output or arguments.path.with_suffix(".html")
-    output.write_text(page_of(arguments.path), encoding="utf-8")
+    output.write_text(page_text, encoding="utf-8")
     sys.stdout.write(f"wrote {output}\n")
     return 0
 

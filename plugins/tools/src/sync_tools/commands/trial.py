@@ -126,7 +126,7 @@ def _lie(scheme: str, version: int) -> str:
     plugin = registry.find(registry.SCHEMES, scheme)
     return (
         f"{plugin.describe()} confirmed version {version}, but workers have other weights than "
-        f"those sent; do not use it; for a newer one, type: pip install -U {plugin.distribution}"
+        f"those sent; do not use it; for a newer one, {registry.how_to_update(plugin.distribution)}"
     )
 
 

@@ -16,6 +16,8 @@ from sync_tools.tables import format_table, paint, terminal_width
 
 # A sender that does not answer in this time is stopped, or busy with other readers, in seconds.
 _DEADLINE = 5.0
+# Sleeping for longer is an error of the system, in seconds.
+_LONGEST_INTERVAL = 1e9
 _COLOURS = {
     "current": "green",
     "behind": "yellow",
@@ -98,7 +100,7 @@ def fetch(address: str) -> dict[str, Any]:
 def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.ArgumentParser) -> int:
     if rest:
         parser.error(f"watch has no {' '.join(rest)!r}")
-    if not arguments.interval > 0:
+    if not 0 < arguments.interval < _LONGEST_INTERVAL:
         parser.error(f"--interval must be more than 0 seconds, got {arguments.interval}")
     status = fetch(arguments.address)
     if arguments.json:
