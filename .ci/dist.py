@@ -102,7 +102,7 @@ def check_contents(wheel: Path, tag: str | None) -> None:
     for ending in ("py.typed", ".dist-info/licenses/LICENSE"):
         if not any(name.endswith(ending) for name in names):
             sys.exit(f"{wheel.name} has no {ending}")
-    for field in ("Summary", "License-Expression", "Project-URL", "Classifier", "Requires-Python"):
+    for field in ("Summary", "License-Expression", "Classifier", "Requires-Python"):
         if field not in metadata:
             sys.exit(f"{wheel.name} has no {field} in its metadata")
     if tag is not None and tag != f"v{metadata['Version']}":

@@ -35,8 +35,10 @@ _EXTRAS = re.compile(r"\b(sync-[a-z-]+)\[([a-z0-9,-]+)\]")
 _SPLIT = re.compile(r"[\"']\s*\n\s*f?[\"']")
 # What stands in advice for a name: each is one of `registry.OURS`, but for the last, which is what
 # one of these needs.
-COMPUTED = ("{_CORE}", "{name}", "{known[name]}", "{owner}", "{known[near[0]]}", "{distribution}")
-COMPUTED = (*COMPUTED, "{requirement.name}")
+COMPUTED = (
+    *("{_CORE}", "{name}", "{known[name]}", "{owner}", "{known[near[0]]}", "{distribution}"),
+    "{requirement.name}",
+)
 
 
 def test_the_list_has_each_distribution_of_the_project() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -22,6 +23,25 @@ FOLDERS = sorted(
 )
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 VERSIONS = runpy.run_path(str(ROOT / ".ci" / "versions.py"))
+# The one place of the project's address on a code host; empty as long as it has none.
+HOME: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["sync-core"]["home"]
+URLS = {
+    "Repository": HOME,
+    "Documentation": f"{HOME}/tree/main/docs",
+    "Changelog": f"{HOME}/blob/main/CHANGELOG.md",
+    "Issues": f"{HOME}/issues",
+}
+if not HOME:
+    URLS = {}
+# Addresses that look like ours: an account, a repository or a site. Of others, those of the project
+# are no concern; OWNER stands in a template for the account of its user.
+_ADDRESS = re.compile(
+    r"(?:github\.com|githubusercontent\.com|gitlab\.com|codeberg\.org|bitbucket\.org|gitee\.com)[/:]"
+    r"(?!OWNER/)(?:sync[\w.-]*|[\w.-]+/sync[-_][\w.-]*)"
+    r"|\bsync[\w-]*\.(?:github|gitlab|readthedocs)\.io",
+    re.IGNORECASE,
+)
+_PAGES = (".md", ".toml", ".py", ".txt", ".yml", ".html", ".cfg")
 _of_each = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
@@ -33,13 +53,28 @@ def project_of(folder: Path) -> dict[str, Any]:
 @_of_each
 def test_the_metadata_are_complete(folder: Path) -> None:
     project, core = project_of(folder), project_of(ROOT / "core")
-    for field in ("classifiers", "urls", "license", "requires-python", "authors"):
+    for field in ("classifiers", "license", "requires-python", "authors"):
         assert project[field] == core[field], field
+    assert project.get("urls", {}) == URLS
     assert project["description"].endswith(".")
     assert project["keywords"]
     assert (folder / project["readme"]).read_text().startswith(f"# {project['name']}\n")
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert list(folder.glob("src/*/py.typed"))
+
+
+def test_no_page_names_an_address_on_a_code_host_but_home() -> None:
+    listed = subprocess.run(
+        ("git", "ls-files", "-z"), cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split("\0")
+    files = map(ROOT.joinpath, listed) if any(listed) else ROOT.glob("[!.]*/**/*")
+    for path in (path for path in files if path.suffix in _PAGES and path.is_file()):
+        if "tests" in path.relative_to(ROOT).parts:
+            continue
+        text = path.read_text(encoding="utf-8")
+        if HOME:
+            text = re.sub(rf"{re.escape(HOME)}(?![\w.-])", "", text)
+        assert not (found := _ADDRESS.search(text)), f"{path}: {found and found[0]}"
 
 
 @_of_each

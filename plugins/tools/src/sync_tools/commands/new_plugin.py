@@ -94,7 +94,7 @@ class PluginMetadata:
     Args:
         description: one sentence; None for what the generated code does.
         author: None for "the authors of" the distribution.
-        url: of the repository, such as ``"https://github.com/me/sync-plugin-redis"``, or None.
+        url: of the repository, such as ``"https://example.org/me/sync-plugin-redis"``, or None.
     """
 
     description: str | None = None
@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--description", metavar="TEXT", help="what it does, in a sentence")
     parser.add_argument("--author", metavar="NAME", help="the name of its author")
-    parser.add_argument("--url", help="its repository, as https://github.com/me/sync-plugin-redis")
+    parser.add_argument("--url", help="its repository, as https://example.org/me/sync-plugin-redis")
     parser.add_argument(
         "--template",
         action="store_true",
@@ -254,7 +254,7 @@ def _check_metadata(metadata: PluginMetadata) -> None:
             raise PluginNewError(f"--{name} must be one line of text, got {value!r}")
     if metadata.url is not None and not re.fullmatch(r"https?://[^\s\"<>]+", metadata.url):
         raise PluginNewError(
-            f"--url must be an address, such as https://github.com/me/sync-plugin-redis, "
+            f"--url must be an address, such as https://example.org/me/sync-plugin-redis, "
             f"got {metadata.url!r}"
         )
 
