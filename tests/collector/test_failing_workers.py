@@ -89,7 +89,7 @@ def test_a_traceback_shows_the_users_code_and_folds_what_calls_it(
         pytest.raises(RemoteCallError) as caught,
     ):
         next(failing)
-    lines = str(caught.value).splitlines()
+    lines = [line.removeprefix("  ") for line in str(caught.value).splitlines()]
     assert lines[0].startswith("worker 0: ")
     assert lines[0].endswith(last)
     frames = [line for line in lines if line.startswith("  File ")]
