@@ -101,6 +101,12 @@ def test_a_log_of_plain_text_is_left_alone(caplog: pytest.LogCaptureFixture) -> 
     assert fresh.exc_text == (record.exc_text or fresh.exc_text)
 
 
+def test_a_record_that_does_not_fit_its_format_raises_in_no_caller() -> None:
+    log = logging.getLogger("sync_core")
+    record = logging.LogRecord("sync_core", 30, "", 0, "%d", ("three",), None)
+    assert log.filter(record)
+
+
 def test_there_is_one_logger() -> None:
     for path in ROOT.glob("**/src/**/*.py"):
         names = re.findall(r"getLogger\((.*?)\)", path.read_text(encoding="utf-8"))

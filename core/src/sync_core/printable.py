@@ -68,7 +68,10 @@ class PrintableRecords(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Make the record printable; one that is already stays as it is."""
-        message = record.getMessage()
+        try:
+            message = record.getMessage()
+        except Exception:
+            return True  # the handlers report what does not fit its format
         if (shown := printable(message)) != message:
             record.msg, record.args = shown, ()
         error = record.exc_info[1] if record.exc_info else None

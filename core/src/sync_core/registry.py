@@ -145,7 +145,9 @@ _INSTEAD = MappingProxyType(
         **dict.fromkeys(("gloo", "mpi", "ucc", "tcp", "socket", "sockets", "broadcast"), _GLOO),
         **dict.fromkeys(("torch", "torch.distributed", "distributed", "c10d", "ddp"), _GLOO),
         **dict.fromkeys(("process_group", "torchrun", "network"), _GLOO),
-        **dict.fromkeys(("grpc", "tensorpipe", "torch_rpc"), ('Sender("rpc", …)', _DIST)),
+        **dict.fromkeys(
+            ("grpc", "tensorpipe", "torch.distributed.rpc"), ('Sender("rpc", …)', _DIST)
+        ),
         **dict.fromkeys(("s3", "gs", "gcs", "r2", "azure", "bucket", "http", "https"), _BUCKET),
         **dict.fromkeys(("fsdp", "fsdp2", "dtensor", "megatron", "deepspeed"), _SHARDED),
         **dict.fromkeys(("multiprocessing", "process", "pipe"), ('Sender("mp", …)', _STD)),
