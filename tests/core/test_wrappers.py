@@ -229,20 +229,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from sync_core import Receiver, Sender, gathered
+from sync_plugin_std import select
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
 whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+copy = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+layers, trained = [], model
+if sys.argv[3] == "held":
+    layers, trained = [select("1.*", send_rest=False)], model[1]
+    copy[0].load_state_dict(model[0].state_dict())
 fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
-with Sender("thread", gathered(model), num_workers=1 if rank == 0 else 0) as sender:
-    copy = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+workers = 1 if rank == 0 else 0
+with Sender("thread", gathered(model), num_workers=workers, layers=layers) as sender:
     receiver = Receiver(sender.address(0), copy) if rank == 0 else None
     for version in (1, 2):
         with torch.no_grad():
             model.reshard()
-            for parameter in model.parameters():
+            for parameter in trained.parameters():
                 parameter.mul_(2)
             # It leaves the root's parameters whole.
             model(torch.ones(1, 5))
@@ -252,7 +258,8 @@ with Sender("thread", gathered(model), num_workers=1 if rank == 0 else 0) as sen
         pending.wait()
         if rank == 0:
             for name, tensor in copy.state_dict().items():
-                assert torch.equal(tensor, whole[name] * 2**version), name
+                held = layers and name.startswith("0.")
+                assert torch.equal(tensor, whole[name] * (1 if held else 2**version)), name
             print("version", version)
 dist.barrier()
 dist.destroy_process_group()
@@ -260,10 +267,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_an_fsdp2_model_is_gathered_where_that_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", ["all", "held"])
+def test_an_fsdp2_model_is_gathered_where_that_is_asked_for(tmp_path: Path, sent: str) -> None:
+    store = str(tmp_path / "store")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", GATHERED, str(rank), str(tmp_path / "store")],
+            [sys.executable, "-W", "ignore", "-c", GATHERED, str(rank), store, sent],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

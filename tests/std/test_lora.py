@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.std.test_language_models import SIZES, llama, push
+from tests.std.test_language_models import SIZES, llama, push, qwen
 from torch import nn
 
-from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError
+from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, gathered
 from sync_plugin_std import fp8, fuse, lora, rename, transpose
 from sync_testing import Loopback
 
@@ -335,6 +335,26 @@ def test_all_that_peft_trains_travels(options: dict[str, Any]) -> None:
                         parameter.add_(0.1)
             push(sender, receiver)
             assert torch.equal(logits(worker), logits(policy))
+
+
+@pytest.mark.parametrize("how", ["adapter", "merged"])
+def test_adapters_of_a_tied_model_that_is_gathered_travel(how: Any) -> None:
+    base = qwen(0)
+    policy, worker = adapted(base), adapted(base) if how == "adapter" else deepcopy(base)
+    with Sender(Loopback(), gathered(policy), num_workers=1, layers=[lora(how)]) as sender:
+        receiver = Receiver(sender.address(0), worker)
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    if parameter.requires_grad:
+                        parameter.add_(0.1)
+            push(sender, receiver)
+            torch.testing.assert_close(logits(worker), logits(policy))
+        if how == "adapter":
+            with torch.no_grad():
+                policy.base_model.model.lm_head.weight.add_(1)
+            with pytest.raises(ModelError, match=r"embed_tokens.weight' of the base model was ch"):
+                sender.send_async()
 
 
 def test_a_base_that_changes_is_named() -> None:

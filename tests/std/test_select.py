@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from sync_core import (
     SendReport,
     gathered,
 )
-from sync_plugin_std import Rename, Select, left_out
+from sync_plugin_std import Rename, Select, Stream, left_out
 from sync_testing import Loopback
 
 
@@ -275,18 +276,112 @@ def test_a_change_that_torch_does_not_count_is_refused_where_it_never_travels(ch
             push(sender, receiver)
 
 
-def test_what_is_made_at_each_send_cannot_be_there_from_the_start() -> None:
-    source, target = net(1.0), net(1.0)
-    layer = Select("1.*", send_rest=False)
-    remedy = re.escape("send it once: layers=[select('1.*')]")
-    with pytest.raises(ModelError, match=f"'0.bias' is made at each send, .*; {remedy}"):
-        Sender(Loopback(), gathered(source), num_workers=1, layers=[layer])
-    with Sender(Loopback(), gathered(source), num_workers=1, layers=[Select("1.*")]) as sender:
-        receiver = Receiver(sender.address(0), target)
+def made(model: nn.Sequential) -> Stream:
+    """The tensors of a model, one after the other."""
+    specs = [(name, p.dtype, p.shape) for name, p in model.named_parameters()]
+    return Stream(specs, model.named_parameters, model=model)
+
+
+HELD = Select("1.*", send_rest=False)
+RENAMED = Rename({"0.*": "0.*", "1.*": "1.*"})
+
+
+@pytest.mark.parametrize("weights", [gathered, made])
+@pytest.mark.parametrize(
+    "layers",
+    [[Select("1.*")], [HELD], [HELD, "bf16"], ["bf16", HELD], [HELD, RENAMED], [HELD, "checksum"]],
+    ids=["sent once", "held", "bf16 after", "bf16 before", "renamed", "checksum"],
+)
+def test_what_is_made_at_each_send_is_left_out(weights: Any, layers: list[Any]) -> None:
+    source, targets = net(1.0), [net(1.0), net(1.0)]
+    with Sender(Loopback(), weights(source), num_workers=1, layers=layers) as sender:
+        receivers = [Receiver(sender.address(0), targets[0])]
         for value in (2.0, 3.0):
-            nn.init.constant_(source[1].weight, value)  # type: ignore[arg-type]
-            push(sender, receiver)
-            assert equal(source, target)
+            fill(source[1], value)
+            report = push(sender, *receivers)
+        assert report.nbytes < source[0].weight.nbytes
+        receivers.append(Receiver(sender.address(sender.add_worker()), targets[1]))
+        push(sender, *receivers)
+        assert all(equal(source, target) for target in targets)
+        if layers[0] is HELD:
+            fill(source[0], 3.0)
+            for _ in range(2):
+                with pytest.raises(ModelError, match="send_rest=False does not send it"):
+                    sender.send_async()
+
+
+@pytest.mark.parametrize("layers", [[], ["bf16"], [RENAMED]], ids=["alone", "bf16", "renamed"])
+def test_what_is_made_at_each_send_is_proved_at_the_first(layers: list[Any]) -> None:
+    source, target = net(1.0), net(0.5)
+    with Sender("thread", gathered(source), num_workers=1, layers=[HELD, *layers]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        for _ in range(2):
+            pending = sender.send_async()
+            with pytest.raises(ReadbackError, match="start this worker with the trainer's check"):
+                receiver.receive(5)
+            with pytest.raises(SendError, match="start this worker with the trainer's checkpoint"):
+                pending.wait()
+        assert equal(net(0.5), target)
+
+
+def test_what_never_travels_is_not_held_while_it_is_made() -> None:
+    alive: list[Any] = []
+    source = net(1.0)
+
+    def fresh() -> Iterator[torch.Tensor]:
+        for parameter in source.parameters():
+            assert all(each() is None for each in alive[:-1])
+            tensor = parameter.detach().clone()
+            alive.append(weakref.ref(tensor))
+            yield tensor
+
+    specs = [(name, p.dtype, p.shape) for name, p in source.named_parameters()]
+    with Sender(Loopback(), Stream(specs, fresh), num_workers=1, layers=[HELD]) as sender:
+        receiver = Receiver(sender.address(0), net(1.0))
+        push(sender, receiver)
+        push(sender, receiver)
+    assert len(alive) == 2 * len(specs)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 3])
+def test_a_first_send_that_fails_proves_nothing(fails: int) -> None:
+    source, target = net(1.0), net(1.0)
+    broken = True
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for position, parameter in enumerate(source.parameters()):
+            if broken and position == fails:
+                raise RuntimeError("no memory")
+            yield parameter
+
+    specs = [(name, p.dtype, p.shape) for name, p in source.named_parameters()]
+    with Sender(Loopback(), Stream(specs, tensors), num_workers=1, layers=[HELD]) as sender:
+        receiver = Receiver(sender.address(0), target)
+        with pytest.raises(ModelError, match="the stream raised"):
+            sender.send_async()
+        broken = False
+        # Workers must hold what the first version is for.
+        fill(source, 2.0)
+        pending = sender.send_async()
+        with pytest.raises(ReadbackError, match="start this worker with the trainer's check"):
+            receiver.receive()
+        with pytest.raises(SendError, match="start this worker with the trainer's checkpoint"):
+            pending.wait()
+        fill(target[0], 2.0)
+        push(sender, receiver)
+        assert equal(source, target)
+
+
+def test_the_first_send_of_what_is_made_at_each_send_has_all_of_it() -> None:
+    source = net(1.0)
+    with Sender(Loopback(), gathered(source), num_workers=1, layers=[HELD]) as sender:
+        with pytest.raises(ModelError, match=r"lacks '0.bias'.*send the whole model first"):
+            sender.send_async({"1.bias": torch.ones(1)})
+        receiver = Receiver(sender.address(0), net(1.0))
+        push(sender, receiver)
+        pending = sender.send_async({"1.bias": torch.ones(1)})
+        receiver.receive()
+        assert pending.wait().updated == (0,)
 
 
 @pytest.mark.parametrize("change", UNCOUNTED)

@@ -83,6 +83,8 @@ LAYER_CAPABILITIES = MappingProxyType(
         "with the layout when its receiver is made",
         "checksums": "it proves that updates arrive unchanged; of a version that travels in parts, "
         "each part is proved instead",
+        "from_start": "it needs values at version 0: weights that are made at each send are "
+        "prepared as version 0 by it, and by the layers before it, right before the first send",
         "partial": "updates may lack tensors that the workers have: see Update.base; a layer "
         "at both ends has to declare it, or one that is ``followed_by`` such a layer",
         "regions": "tensors are renamed, fused and cut, and nothing else: its ``region_sources()`` "
@@ -302,6 +304,8 @@ class SendContext:
         by_hand: whether `Sender.send` was given weights.
         skipped: whether no worker gets the update, as layers hold all back: nothing is sent. Only
             senders that have a layer with the capability ``partial`` prepare such updates.
+        stand_ins: whether the tensors hold no values: at version 0, those of weights that are made
+            at each send.
     """
 
     model_id: str
@@ -312,6 +316,7 @@ class SendContext:
     own: Callable[[], Mapping[str, Tensor]] | None = None
     by_hand: bool = False
     skipped: bool = False
+    stand_ins: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

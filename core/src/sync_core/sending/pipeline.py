@@ -37,6 +37,7 @@ from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, 
 from sync_core.models.finder import KnownLayout, check_memory, travelling
 from sync_core.models.lookup import look_up, names_of, refers, same
 from sync_core.models.match import conform
+from sync_core.registry import Plugin
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
 from sync_core.stack import Defaults, Stack
@@ -186,6 +187,12 @@ class NamedStream(Mapping[str, Tensor]):
         return len(self._update.layout.names)
 
 
+def _up_to(capability: str, layers: Sequence[Plugin]) -> Sequence[Plugin]:
+    """Return the layers up to the last that declares a capability."""
+    found = [i for i, layer in enumerate(layers, 1) if declares(capability, [layer])]
+    return layers[: max(found, default=0)]
+
+
 def _holds_modules(weights: Any) -> bool:
     if isinstance(weights, nn.Module):
         return True
@@ -324,6 +331,8 @@ class Pipeline:
         self._compares = "compares" in self._backend.capabilities
         self._defaults = Defaults(terms.strategy)
         self._layers = in_order(layers)
+        # Those that need values at version 0, up to the last, where that had none.
+        self._without_values: Sequence[Plugin] = ()
         self.stack = Stack(self._defaults, self._backend, self._layers)
         #: Whether a plugin changes updates, and whether one may hold workers back.
         self.prepares = self.stack.calls_plugins("prepare_weights")
@@ -372,11 +381,18 @@ class Pipeline:
         """
         if self.transport is not None:
             return
-        context = SendContext(model_id=self._terms.model_id, version=0, worker_ids=(), model=found)
         source = update.source
+        context = SendContext(
+            model_id=self._terms.model_id,
+            version=0,
+            worker_ids=(),
+            model=found,
+            stand_ins=isinstance(source, TensorStream),
+        )
         if isinstance(source, TensorStream):
             # The tensors are made for the first send, by all ranks.
             source = source.stand_ins()
+            self._without_values = _up_to("from_start", self._layers)
         first = Update(update.layout, source)
         layouts = layouts_before(self._defaults, self._backend, self._layers, first, context)
         given = {id(layer): layout for layer, layout in zip(self._layers, layouts, strict=False)}
@@ -463,11 +479,27 @@ class Pipeline:
             by_hand=by_hand,
             skipped=skipped,
         )
+        if self._without_values:
+            if skipped:
+                return update
+            self._prepare_values(update, replace(context, version=0))
         prepared = self.stack.prepare_weights(update, context)
         if prepared is not update:
             # A layer has made another.
             prepared.extras = {**update.extras, **prepared.extras}
         return prepared
+
+    def _prepare_values(self, update: Update, context: SendContext) -> None:
+        """Prepare version 0 once more, for the layers that need values there."""
+        assert self._agreed is not None
+        if lacking := self._agreed.index.keys() - update.layout.index.keys():
+            raise ModelError(
+                f"the first send must have all tensors, and lacks {min(lacking)!r}: layers prove "
+                "by it what workers have from the start; send the whole model first"
+            )
+        stack = Stack(self._defaults, self._backend, self._without_values)
+        stack.prepare_weights(Update(update.layout, update.source), context)
+        self._without_values = ()
 
     def send(self, payload: Payload, worker_ids: tuple[int, ...]) -> dict[int, Delivery]:
         """Hand a version to the transport.

@@ -28,7 +28,14 @@ from sync_core import (
     Update,
     hookimpl,
 )
-from sync_core.models import bytes_of, is_extra_state, modules_in, place_of, tensor_finder
+from sync_core.models import (
+    TensorStream,
+    bytes_of,
+    is_extra_state,
+    modules_in,
+    place_of,
+    tensor_finder,
+)
 from sync_plugin_std.fingerprints import samples
 
 _NAMES_SHOWN = 4
@@ -61,9 +68,6 @@ class LeftOut:
     """
 
     capabilities = frozenset({"checks", "partial"})
-    #: Whether workers have what is left out without a whole version, so that the sender hashes what
-    #: it prepares at its start.
-    from_start = False
 
     def __init__(self) -> None:
         self._travels = True
@@ -91,12 +95,15 @@ class LeftOut:
         """Hash what may be left out later; give an update that lacks some the digest of those."""
         update = yield
         later = update.extras.pop(LATER, None) is not None
-        if not self._travels or (context.version == 0 and not self.from_start):
+        from_start = "from_start" in self.capabilities
+        if not self._travels or context.stand_ins or (context.version == 0 and not from_start):
             return update
+        if context.version == 0:
+            self._digests.clear()  # of a first send that failed
         missing = self._digests.keys() - update.layout.index.keys()
         # Until an update lacks some, any may travel for the last time.
         first = (bool(missing) or later) and not self._rest
-        for name, tensor in update.items():
+        for name, tensor in _one_by_one(update, context):
             if first or name in self._rest or name not in self._digests:
                 self._digests[name] = self._digest(tensor)
                 self._stale.discard(name)
@@ -111,7 +118,7 @@ class LeftOut:
                 parts = zip(*rest.values(), strict=True)
                 combined = [_combined(dict(zip(rest, part, strict=True))) for part in parts]
                 self._last = update.layout, b"".join(combined)
-            settings = _settings(context.model) if self.from_start else bytes(_PART)
+            settings = _settings(context.model) if from_start else bytes(_PART)
             digest = bytearray(self._last[1] + settings)
             update.extras[_DIGEST] = torch.frombuffer(digest, dtype=torch.uint8)
         return update
@@ -166,9 +173,25 @@ class LeftOut:
 
 
 class Held(LeftOut):
-    """Proves by a digest what workers have from the start; brought by `Select`. Named ``held``."""
+    """Proves by a digest what workers have from the start; brought by `Select`. Named ``held``.
 
-    from_start = True
+    The sender hashes what it prepares at its start, which is not sent.
+    """
+
+    capabilities = frozenset({"checks", "from_start", "partial"})
+
+
+def _one_by_one(update: Update, context: SendContext) -> Iterator[tuple[str, Tensor]]:
+    """Yield every name with its tensor; those of a stream, which is not sent, as they are made."""
+    if context.version or not isinstance(update.source, TensorStream):
+        yield from update.items()
+        return
+    names: dict[int, list[str]] = {}
+    for name, position in update.layout.index.items():
+        names.setdefault(position, []).append(name)
+    for position, tensor in enumerate(update.source.draw()):
+        for name in names[position]:
+            yield name, tensor
 
 
 def _part_of(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
-from sync_core.models import modules_in, place_of, plain_name, tensor_finder
+from sync_core.models import TensorStream, modules_in, place_of, plain_name, tensor_finder
 from sync_plugin_std.fingerprints import fingerprints
 from sync_plugin_std.left_out import LATER
 
@@ -83,6 +84,8 @@ class Select:
         # Of tensors given by hand that are not the model's own.
         self._copies: dict[str, Tensor] = {}
         self._find: tuple[Any, Callable[[], Mapping[str, Tensor]]] | None = None
+        # A stream that was read, the tensors of it that travel, and fingerprints of the others.
+        self._passed: tuple[TensorStream, dict[str, Tensor], dict[str, bytes]] | None = None
 
     def bind(self, context: BindContext) -> Select:
         """A layer without a past, for one sender; an idle one where nothing travels."""
@@ -99,12 +102,20 @@ class Select:
 
         Raises:
             ModelError: nothing would be sent; a tensor has changed that workers must have from the
-                start, or is made at each send; or a worker lacks one that the sender does not have.
+                start; or a worker lacks one that the sender does not have.
         """
         update = yield
-        if not self._travels:
-            return update
-        named = dict(zip((s.name for s in update.layout.specs), update.tensors, strict=True))
+        if self._travels:
+            self._prepare(update, context)
+        return update
+
+    def _prepare(self, update: Update, context: SendContext) -> None:
+        stream = None
+        if isinstance(update.source, TensorStream) and not self._send_rest:
+            # What never travels is read as it is made, and not held.
+            stream = update.source
+        tensors = update.tensors if stream is None else stream.stand_ins()
+        named = dict(zip((s.name for s in update.layout.specs), tensors, strict=True))
         known = self._whole
         if known is None or update.layout.index.keys() >= known.index.keys():
             self._whole = known = update.layout
@@ -114,24 +125,26 @@ class Select:
         # A tied tensor may be given under another name than that under which it travels.
         given = {known.specs[known.index[name]].name: tensor for name, tensor in named.items()}
         chosen = {known.specs[known.index[name]].name for name in chosen}
-        if context.version == 0 and self._send_rest:
-            return update
-        rest = {n: tensor for n, tensor in given.items() if n not in chosen}
-        if context.version == 0 and _stand_in(rest.values()):
-            raise ModelError(self._describe_unknown(min(rest)))
-        moved = self._moved(rest)
-        if context.version == 0:
-            return update
-        if moved and not self._send_rest:
+        if context.stand_ins or (context.version == 0 and self._send_rest):
+            return
+        if stream is None:
+            found = _prints({n: tensor for n, tensor in given.items() if n not in chosen})
+        elif context.version == 0:
+            passing = partial(self._pass_on, stream, tuple(given), chosen, first=True)
+            update.source = TensorStream(update.layout, passing)
+            return
+        else:
+            given, found = self._drain(stream, tuple(given), chosen)
+        moved = self._moved(found)
+        if context.version and moved and not self._send_rest:
             raise ModelError(self._describe_changed(min(moved)))
-        for name in chosen:
-            self._fingerprints.pop(name, None)
-        self._given.update(dict.fromkeys((*chosen, *moved), context.version))
-        self._copy(given, context)
-        self._leave_out(update, known, given, context)
-        if "left-out" in self.followed_by and len(chosen) < len(known.specs):
-            update.extras[LATER] = torch.empty(0)
-        return update
+        self._fingerprints.update(found)
+        if context.version:
+            for name in chosen:
+                self._fingerprints.pop(name, None)
+            self._given.update(dict.fromkeys((*chosen, *moved), context.version))
+            self._copy(given, context)
+            self._leave_out(update, known, given, chosen, context)
 
     def _chosen(
         self, layout: Layout, named: Mapping[str, Tensor], context: SendContext
@@ -162,12 +175,43 @@ class Select:
             # Of a module that is sharded, and was sent by gathered(model).
             return dict(_named_parameters(model))
 
-    def _moved(self, rest: Mapping[str, Tensor]) -> set[str]:
-        """Return the names of the tensors that are not as they were given last, and note them."""
-        found = dict(zip(rest, fingerprints(list(rest.values())), strict=True))
-        moved = {name for name, each in found.items() if each != self._fingerprints.get(name)}
-        self._fingerprints.update(found)
-        return moved
+    def _moved(self, found: Mapping[str, bytes]) -> set[str]:
+        """Return the names of the tensors that do not have the fingerprints noted last."""
+        return {name for name, each in found.items() if each != self._fingerprints.get(name)}
+
+    def _pass_on(
+        self, source: TensorStream, names: Sequence[str], chosen: set[str], *, first: bool = False
+    ) -> Iterator[Tensor]:
+        """Yield the tensors of a stream; copy the chosen ones, and reduce each other one.
+
+        Args:
+            source: the stream.
+            names: of its tensors.
+            chosen: those names that are chosen.
+            first: whether the fingerprints of the others are noted.
+        """
+        kept: dict[str, Tensor] = {}
+        found: dict[str, bytes] = {}
+        for name, tensor in zip(names, source.draw(), strict=True):
+            if name in chosen:
+                kept[name] = tensor.detach().clone()
+            else:
+                found |= _prints({name: tensor})
+            yield tensor
+        self._passed = source, kept, found
+        if first:
+            self._fingerprints.update(found)
+
+    def _drain(
+        self, source: TensorStream, names: Sequence[str], chosen: set[str]
+    ) -> tuple[dict[str, Tensor], dict[str, bytes]]:
+        """Return the chosen tensors of a stream, and the fingerprints of the others."""
+        if self._passed is None or self._passed[0] is not source:
+            for _ in self._pass_on(source, names, chosen):
+                pass
+        assert self._passed is not None
+        (_, kept, found), self._passed = self._passed, None
+        return kept, found
 
     def _copy(self, given: Mapping[str, Tensor], context: SendContext) -> None:
         """Keep the values of tensors given by hand, unless they are the model's own."""
@@ -182,7 +226,12 @@ class Select:
                 self._copies[name] = tensor.detach().to("cpu", copy=True)
 
     def _leave_out(
-        self, update: Update, whole: Layout, given: Mapping[str, Tensor], context: SendContext
+        self,
+        update: Update,
+        whole: Layout,
+        given: Mapping[str, Tensor],
+        chosen: Collection[str],
+        context: SendContext,
     ) -> None:
         """Make an update one of all that the workers lack."""
         held = min(context.acknowledged.values(), default=0)
@@ -198,11 +247,15 @@ class Select:
             found = dict(zip(sent, tensors, strict=True))
             # The model may hold other values by now than the other workers were given.
             more = {n: t for n, t in found.items() if n not in given and n in self._fingerprints}
-            self._given.update(dict.fromkeys(self._moved(more), context.version))
+            prints = _prints(more)
+            self._given.update(dict.fromkeys(self._moved(prints), context.version))
+            self._fingerprints.update(prints)
             positions = tuple(whole.index[name] for name in sent)
             update.become(whole.subset(positions).with_tensors(tensors), tensors)
         left_out = set(everything) - set(sent)
         update.base = max((self._given.get(name, 0) for name in left_out), default=0)
+        if "left-out" in self.followed_by and len(chosen) < len(everything):
+            update.extras[LATER] = torch.empty(0)
 
     def _find_tensors(
         self,
@@ -240,14 +293,6 @@ class Select:
             f"patterns of their names, such as select({layout.names[0]!r})"
         )
 
-    def _describe_unknown(self, name: str) -> str:
-        """Return what is wrong where it is not known what workers must have from the start."""
-        return (
-            f"{name!r} is made at each send, as those of gathered(model) and of a Stream are, so "
-            "that nothing proves at the start that workers hold it; send it once: "
-            f"layers=[select({', '.join(map(repr, self._names))})]"
-        )
-
     def _describe_changed(self, name: str) -> str:
         """Return what is wrong where a tensor was changed that is never sent."""
         return (
@@ -263,10 +308,9 @@ def _named_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield prefix + plain(name), parameter
 
 
-def _stand_in(tensors: Iterable[Tensor]) -> bool:
-    """Return whether each is expanded from one element, as a stream's are before it is read."""
-    strides = [tensor.stride() for tensor in tensors if tensor.numel() > 1]
-    return bool(strides) and not any(map(any, strides))
+def _prints(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return the fingerprint of each tensor by its name."""
+    return dict(zip(tensors, fingerprints(list(tensors.values())), strict=True))
 
 
 def _is_trained(tensor: Tensor) -> bool:
