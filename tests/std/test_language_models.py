@@ -37,11 +37,11 @@ def llama(seed: int, dtype: torch.dtype = torch.float32) -> Any:
     return model.to(dtype)
 
 
-def qwen(seed: int, dtype: torch.dtype = torch.float32) -> Any:
+def qwen(seed: int, dtype: torch.dtype = torch.float32, *, tie_word_embeddings: bool = True) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tie_word_embeddings))
     return model.to(dtype)
 
 

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from tests.std.test_language_models import SIZES, llama, push, qwen
 from torch import nn
 
-from sync_core import ModelError, ReadbackError, Receiver, Sender, SendError, gathered
+from sync_core import (
+    LayoutMismatchError,
+    ModelError,
+    ReadbackError,
+    Receiver,
+    Sender,
+    SendError,
+    gathered,
+)
 from sync_plugin_std import fp8, fuse, lora, rename, transpose
 from sync_testing import Loopback
 
@@ -79,6 +87,11 @@ def gpt2() -> Any:
     torch.manual_seed(0)
     model: Any = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=4))
     return model.eval()
+
+
+def push_once(source: Any, target: Any, layers: list[Any]) -> None:
+    with Sender(Loopback(), source, num_workers=1, layers=layers) as sender:
+        push(sender, Receiver(sender.address(0), target))
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -241,6 +254,42 @@ def test_what_cannot_be_merged_is_named_and_the_advice_leads_to_equal_workers(
     with Sender(Loopback(), policy, num_workers=1, layers=[lora("merged")]) as sender:
         push(sender, Receiver(sender.address(0), base))
     torch.testing.assert_close(output(base), wanted)
+
+
+TIED: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "embed_tokens"]},
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"modules_to_save": ["embed_tokens"]},
+]
+
+
+@pytest.mark.parametrize("options", TIED, ids=["embedding", "head", "saved"])
+def test_the_advice_about_tied_embeddings_leads_to_equal_workers(options: dict[str, Any]) -> None:
+    """What PEFT merges into one of two tied tensors changes the other one, too."""
+    base = qwen(0).eval()
+    with pytest.raises(
+        (ModelError, LayoutMismatchError), match=r"tied .*tie_word_embeddings=False"
+    ):
+        push_once(adapted(base, **options), deepcopy(base), [lora("merged")])
+    # As the message says.
+    base.config.tie_word_embeddings = False
+    base.lm_head.weight = nn.Parameter(base.lm_head.weight.detach().clone())
+    policy, worker = adapted(base, **options), qwen(1, tie_word_embeddings=False).eval()
+    wanted = logits(policy)
+    if "embed_tokens" in options.get("target_modules", ()):
+        policy.merge_adapter()
+    push_once(policy, worker, [lora("merged")])
+    torch.testing.assert_close(logits(worker), wanted)
+
+
+@pytest.mark.parametrize("options", TIED[:2], ids=["embedding", "head"])
+def test_a_merge_into_a_tied_weight_is_logged(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = adapted(qwen(0), **options)
+    policy.merge_adapter()
+    push_once(policy, qwen(1), [lora("merged")])
+    assert caplog.text.count("merging has changed both; before peft.get_peft_model, untie") == 1
 
 
 def test_what_peft_cannot_merge_is_named() -> None:

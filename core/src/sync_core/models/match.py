@@ -164,7 +164,11 @@ def _problems(
     for name, owner in model.aliases:
         both = name in weights.index and owner in weights.index
         if both and weights.index[name] != weights.index[owner]:
-            yield f"{name!r} and {owner!r} are one tensor {there} and two {where}"
+            yield (
+                f"{name!r} and {owner!r} are one tensor {there} and two {where}: they are tied "
+                "there alone, or an adapter is merged into one of them; make the model without "
+                "that, as transformers does with tie_word_embeddings=False, or tie those sent"
+            )
 
 
 def _differ_in_float_dtype(left: TensorSpec, right: TensorSpec) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from sync_core import BindContext, Layout, ModelError, SendContext, Update, hook
 from sync_core.models import plain_name
 from sync_plugin_std.selection import Select
 
+_log = logging.getLogger("sync_core")
 _PREFIX = "base_model.model."
 #: What PEFT trains: adapters, and modules that it trains whole.
 _ADAPTERS = ("*.lora_*", "*.modules_to_save.*")
@@ -289,13 +291,18 @@ class _Plan:
                 "and disabled; type model.unmerge_adapter() before the send"
             )
         acting = [a for a in module.active_adapters if (prefix, a) in self._adapters]
+        base, weight = _base_names(prefix, module)
+        if module.merged and (tied := self._tied_with(weight, module)):
+            _log.warning(
+                "the adapters %s are merged into %r, which is tied to %s, so that merging has "
+                "changed both; %s",
+                list(module.merged_adapters),
+                weight,
+                tied,
+                _UNTIE,
+            )
         if module.merged or module.disable_adapters or not acting:
             return
-        base = f"{prefix}base_layer."
-        inner = module.base_layer
-        while _is_tuner(inner):
-            base, inner = f"{base}base_layer.", inner.base_layer
-        weight = base + getattr(module, "parameter_name", "weight")
         index = self._layout.index
         matrices, biases = [], []
         for adapter in acting:
@@ -314,12 +321,43 @@ class _Plan:
 
     def _cannot_merge(self, prefix: str, module: Any, adapter: str) -> ModelError:
         tensors = ", ".join(sorted(self._adapters[prefix, adapter]))
+        tied = self._tied_with(_base_names(prefix, module)[1], module)
+        remedy = (
+            f", and its weight is tied to {tied}, which model.merge_adapter() would change, too; "
+            f"{_UNTIE}. Or send it"
+            if tied
+            else "; merge it yourself: model.merge_adapter(), and after the send "
+            "model.unmerge_adapter(). Send what PEFT cannot merge"
+        )
         return ModelError(
             f"the adapter {adapter!r} of {prefix.rstrip('.')!r}, a {type(module).__name__} with "
-            f"{tensors}, is not plain LoRA of a linear layer; merge it yourself: "
-            "model.merge_adapter(), and after the send model.unmerge_adapter(). Send what PEFT "
-            'cannot merge to workers with PEFT: layers=[lora("adapter")]'
+            f"{tensors}, is not plain LoRA of a linear layer{remedy} to workers with PEFT: "
+            'layers=[lora("adapter")]'
         )
+
+    def _tied_with(self, weight: str, module: Any) -> str:
+        """Return the names of the tensors that a merge into a weight would change, too."""
+        # PEFT adapts all that is tied to the tokens which it trains, alike.
+        if hasattr(module, "token_indices"):
+            return ""
+        position = self._layout.index.get(weight)
+        tied = [n for n, at in self._layout.index.items() if at == position and n != weight]
+        return ", ".join(map(repr, tied))
+
+
+def _base_names(prefix: str, module: Any) -> tuple[str, str]:
+    """Return the prefix of the layer that PEFT has wrapped, and the name of its weight."""
+    base, inner = f"{prefix}base_layer.", module.base_layer
+    while _is_tuner(inner):
+        base, inner = f"{base}base_layer.", inner.base_layer
+    return base, base + getattr(module, "parameter_name", "weight")
+
+
+_UNTIE = (
+    "before peft.get_peft_model, untie them, model.config.tie_word_embeddings = False and "
+    "model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone()), and make "
+    "the models of workers with tie_word_embeddings=False"
+)
 
 
 #: The tensors of a plain adapter: A, B, and with ``lora_bias`` the bias of B.

@@ -271,7 +271,8 @@ def wanted_regions(model: Any, trainer: WholeModel, *, cast: bool) -> dict[str, 
         if owner is not None:
             if not trainer.has_tied(name, owner):
                 problems.append(
-                    f"{name!r} and {owner!r} are one tensor in the model and two in the weights"
+                    f"{name!r} and {owner!r} are one tensor in the model and two in the weights; "
+                    "make the model without that tie (tie_word_embeddings=False), or tie those sent"
                 )
         elif size_of(shard.region):
             wanted[name] = shard.region
