@@ -140,6 +140,7 @@ def test_each_version_is_an_adapter_of_its_own(llm: Any, tmp_path: Path) -> None
     target = VllmTarget(llm, adapter="each", adapter_directory=str(tmp_path), verify=True)
     with connected(target, model) as sender:
         before: list[Any] = []
+        old = None
         for version in (1, 2, 3):
             report = target.send()
             assert (report.version, report.updated) == (version, (0,))
@@ -152,6 +153,11 @@ def test_each_version_is_an_adapter_of_its_own(llm: Any, tmp_path: Path) -> None
             now = {target.lora_request().lora_int_id}
             assert llm.llm_engine.list_loras() == now
             assert directories(tmp_path) == [f"each-v{version}"]
+            if old is not None:
+                # It would end the engine, whose ranks look for the files.
+                with pytest.raises(ValueError, match=f"'each-v{version - 1}' was unloaded"):
+                    logprobs(llm, old)
+            old = target.lora_request()
             before = [copy.deepcopy(model)]
             train(model)
 

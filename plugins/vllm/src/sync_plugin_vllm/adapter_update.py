@@ -130,4 +130,5 @@ class AdapterDriver(Driver):
         used = self._client.adapters_in_use(CONCLUDING)
         if used is not None:
             names = [current, *others, *used]
+            self._client.refuse_older(current, names, CONCLUDING)
             self._client.step(CONCLUDING, step="keep", name=f"{self._name}-v", names=names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import json
 import re
@@ -9,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
@@ -103,6 +104,10 @@ class Client(ABC):
         """Refuse further requests for an adapter."""
         del name, timeout
 
+    def refuse_older(self, newest: str, kept: Collection[str], timeout: float) -> None:
+        """Refuse requests for older versions of an adapter, but for some that stay loaded."""
+        del newest, kept, timeout
+
     @abstractmethod
     def adapters_in_use(self, timeout: float) -> set[str] | None:
         """Return the adapters that requests in progress use; None where that is not known."""
@@ -145,6 +150,9 @@ class LlmClient(Client):
 
     def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
         self.apply(_add_adapter, timeout, name, lora_id, directory)
+
+    def refuse_older(self, newest: str, kept: Collection[str], timeout: float) -> None:
+        self.apply(_refuse_older, timeout, newest, frozenset(kept))
 
     def adapters_in_use(self, timeout: float) -> set[str] | None:
         return None if self.apply(_is_busy, timeout) else set()
@@ -377,6 +385,49 @@ def _add_adapter(llm: Any, name: str, lora_id: int, directory: str) -> None:
     from vllm.lora.request import LoRARequest
 
     llm.llm_engine.add_lora(LoRARequest(name, lora_id, directory))
+
+
+class _Requests:
+    """The ``add_request`` of an ``LLMEngine``, which refuses adapters that were unloaded.
+
+    vLLM looks for the files of an adapter when its ranks are about to compute. If they are gone,
+    that ends the engine.
+
+    Args:
+        add_request: that of the engine.
+    """
+
+    def __init__(self, add_request: Callable[..., Any]) -> None:
+        self._add_request = add_request
+        self._signature = inspect.signature(add_request)
+        #: By the name of an adapter: its newest version, and the older ones that are loaded.
+        self.loaded: dict[str, tuple[str, frozenset[str]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = self._signature.bind(*args, **kwargs).arguments
+        request = given.get("lora_request") or getattr(given.get("prompt"), "lora_request", None)
+        asked = getattr(request, "lora_name", "")
+        name, number = _version_of(asked)
+        newest, kept = self.loaded.get(name, ("", frozenset()))
+        if newest and number < _version_of(newest)[1] and asked not in kept:
+            raise ValueError(
+                f"the adapter {asked!r} was unloaded when {newest!r} had been loaded; ask for the "
+                "newest before each generate: lora_request=target.lora_request()"
+            )
+        return self._add_request(*args, **kwargs)
+
+
+def _version_of(adapter: str) -> tuple[str, int]:
+    """Return the name of an adapter without its version, and that; none for a user's own."""
+    name, _, number = adapter.rpartition("-v")
+    return (name, int(number)) if number.isdecimal() else ("", 0)
+
+
+def _refuse_older(llm: Any, newest: str, kept: frozenset[str]) -> None:
+    engine = llm.llm_engine
+    if not isinstance(engine.add_request, _Requests):
+        engine.add_request = _Requests(engine.add_request)
+    engine.add_request.loaded[_version_of(newest)[0]] = newest, kept
 
 
 def _is_busy(llm: Any) -> bool:
