@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sync_core import ApplyContext, Layout, ModelError, Receiver, Sender, Update, hookimpl
-from sync_plugin_std import Fuse, Rename, Split, Transpose
+from sync_plugin_std import BFloat16, Float8Blocks, Fuse, Rename, Split, Transpose
 from sync_testing import LayerConformance, Loopback
 
 
@@ -145,6 +145,10 @@ def test_tied_tensors_stay_tied() -> None:
         (Split({"norm": {"a": 3, "b": 2}}), r"'norm.weight' has the shape \[4\], .* 5 rows"),
         (Split({"qkv": {"q": 4}}), r"Split finds no \['qkv'\]"),
         (Split({"norm": {"q_proj": 4}}), "both be sent as 'q_proj.weight'"),
+        (Rename({"nrom.*": "*", "*": "x.*"}), r"Rename, \('nrom\.\*',\), matches one of 8 names"),
+        (Rename({"nrom.*": "*"}, strict=False), r"Rename, \('nrom\.\*',\), matches one of 8 names"),
+        (BFloat16("*.bias", "nrom.*"), r"BFloat16, \('nrom\.\*',\), matches one of 8 names"),
+        (Float8Blocks("q_proj.w*", "nrom.*"), r"Float8Blocks, \('nrom\.\*',\), matches one of"),
         (Transpose("*.bias"), r"last two dimensions, and 'q_proj.bias' has 1: \[4\]"),
         (Transpose("*.kernel"), r"Transpose finds no tensor for \['\*.kernel'\]"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 from sync_core.errors import LayoutMismatchError, ModelError
 from sync_core.models import commit
 from sync_core.models.contiguous import ContiguousTensors
-from sync_core.models.extract import Strategy, check_strategy, held_tensors
+from sync_core.models.extract import Strategy, check_strategy, held_tensors, not_saved
 from sync_core.models.finder import KnownLayout, check_memory, tensor_finder, travelling
 from sync_core.models.lookup import modules_in
 from sync_core.models.match import cast_within, check_match, narrows
@@ -158,7 +158,9 @@ class Binding:
         if plain and equal and self._write_flat(update):
             return
         if not equal and (theirs, mine) != self._matching:
-            check_match(theirs, mine, partial=partial, cast=cast)
+            check_match(
+                theirs, mine, partial=partial, cast=cast, not_saved=lambda: not_saved(self.model)
+            )
             self._matching = theirs, mine
             dtypes = [mine.specs[mine.index[spec.name]].dtype for spec in theirs.specs]
             self._narrowed = [

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from sync_core.errors import ModelError
-from sync_core.models.lookup import leaves
+from sync_core.models.lookup import leaves, modules_in
 from sync_core.models.modules import (
     check_flat,
     check_sharded,
@@ -341,6 +341,15 @@ def tensors_of_rank(weights: Any, strategy: Strategy = "state_dict") -> dict[str
         left_out = non_persistent_buffers(weights)
         named = {name: tensor for name, tensor in named.items() if name not in left_out}
     return named
+
+
+def not_saved(model: Any) -> list[str]:
+    """The names of the tensors that checkpoints of a model, or of several, do not have."""
+    return [
+        prefix + name
+        for prefix, module in modules_in(model)
+        for name in non_persistent_buffers(module)
+    ]
 
 
 def non_persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

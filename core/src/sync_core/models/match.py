@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +15,15 @@ from sync_core.weights.payload import Update
 
 _SHOWN = 8
 _IN_SENDER = "in the sender's layout"
+_CHECKPOINT = (
+    "checkpoints leave these out, which the model computes; to keep its own, type "
+    'Sender(…, strategy="checkpoint")'
+)
+_PART = (
+    "to keep those of the model that are not sent, give the receiver the others: Receiver(address, "
+    "{name: t for name, t in model.state_dict().items() if name in address.layout.index}); for "
+    'weights that are given by hand, Sender(…, layers=[select("*")]) allows that'
+)
 _KEEP_NAMES = (
     "tensors of extra state may change their shapes, but not their names: let get_extra_state "
     "return the same keys each time, with torch.empty(0) where there is nothing yet"
@@ -22,7 +31,12 @@ _KEEP_NAMES = (
 
 
 def check_match(
-    weights: Layout, model: Layout, *, partial: bool = False, cast: bool = False
+    weights: Layout,
+    model: Layout,
+    *,
+    partial: bool = False,
+    cast: bool = False,
+    not_saved: Callable[[], Collection[str]] = tuple,
 ) -> None:
     """Raise `LayoutMismatchError` unless every tensor of the weights fits one of the model.
 
@@ -33,6 +47,7 @@ def check_match(
         model: the layout of what is to hold it.
         partial: whether the weights may lack some of the model's tensors.
         cast: whether two floating-point dtypes may differ.
+        not_saved: returns the names of tensors of the model that checkpoints do not have.
 
     Example:
         >>> import torch
@@ -51,6 +66,8 @@ def check_match(
         shown.append(_KEEP_NAMES)
     elif prefixed is None and not model.index.keys() >= weights.index.keys():
         shown.append(_map_names(weights))
+    elif prefixed is None and (missing := model.index.keys() - weights.index.keys()):
+        shown.append(_CHECKPOINT if missing <= {*not_saved()} else _PART)
     raise LayoutMismatchError(
         "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
     )
@@ -76,6 +93,8 @@ def _check_sent(weights: Layout, agreed: Layout, *, partial: bool, own: bool) ->
     if _names_of_extra_state_differ(weights, agreed):
         shown.append(_KEEP_NAMES)
     found = "model does" if own else "weights do"
+    if not own and agreed.index.keys() - weights.index.keys():
+        shown.append('layers=[select("*")] lets weights that are given by hand lack tensors')
     raise LayoutMismatchError(
         f"the {found} not fit the layout with which the sender was made; nothing was sent:\n  "
         + "\n  ".join(shown)
@@ -141,10 +160,7 @@ def _problems(
     for name in model.names:
         if name not in weights.index:
             if not partial:
-                yield (
-                    f'{name!r} is {there}, not {where} (layers=[select("*")] allows that of '
-                    "weights given by hand)"
-                )
+                yield f"{name!r} is {there}, not {where}"
             continue
         theirs, mine = weights.specs[weights.index[name]], model.specs[model.index[name]]
         # A module replaces its extra state, whatever its shape; see `Binding`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from sync_core.hooks import BindContext, implemented
 from sync_core.layers import bind, declares, with_layout
 from sync_core.models.binding import Binding
 from sync_core.models.commit import drop_derived_weights, own_memory
-from sync_core.models.extract import named_tensors
+from sync_core.models.extract import named_tensors, not_saved
 from sync_core.models.lookup import look_up, refers, same
 from sync_core.models.match import check_match
 from sync_core.registry import Plugin
@@ -106,7 +107,9 @@ class Target:
             address = self._address
             registered = Binding(model, address.strategy).layout
             # No version, partial or whole, brings tensors that the sender's model lacks.
-            check_match(address.layout, registered, cast=address.cast)
+            check_match(
+                address.layout, registered, cast=address.cast, not_saved=partial(not_saved, model)
+            )
         self._model, self._refers, self._registered = model, by_reference, registered
         # As they are now: parameters that view what arrives are as the sender's.
         self._ties = None if registered is None else dict(registered.aliases)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
+from sync_core import BindContext, Layout, SendContext, Update, hookimpl
 from sync_core.models import cast_within, modules_in, plain_name
+from sync_plugin_std.regrouping import check_matches, compiled
 
 
 class _Cast:
@@ -31,7 +31,7 @@ class _Cast:
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._patterns = [re.compile(".*".join(map(re.escape, name.split("*")))) for name in names]
+        self._patterns = {name: compiled(name) for name in names}
         # The positions of the tensors that are cast, in the layout that they are of.
         self._known: tuple[Layout, tuple[int, ...]] | None = None
 
@@ -66,13 +66,10 @@ class _Cast:
             matched = {
                 position
                 for name, position in layout.index.items()
-                if any(pattern.fullmatch(name) for pattern in self._patterns)
+                if any(pattern.fullmatch(name) for pattern in self._patterns.values())
             }
-            if self._known is None and not matched:
-                raise ModelError(
-                    f"no pattern of the layer {type(self).__name__}, {self._names}, matches one of "
-                    f"{len(layout.index)} names"
-                )
+            if self._known is None:
+                check_matches(self, self._patterns, layout.names)
         else:
             buffers, names = _buffers(model), set(_names_of_buffers(model))
             matched = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sync_core import BindContext, Layout, ModelError, Update, hookimpl
+from sync_plugin_std.regrouping import check_matches, compiled
 
 BLOCK = 128
 _PROJECTIONS = "*_proj.weight"
@@ -42,9 +42,7 @@ class Float8Blocks:
 
     def __init__(self, *names: str) -> None:
         self._names = names or (_PROJECTIONS,)
-        self._patterns = [
-            re.compile(".*".join(map(re.escape, name.split("*")))) for name in self._names
-        ]
+        self._patterns = {name: compiled(name) for name in self._names}
         self._known: tuple[Layout, frozenset[str], Layout] | None = None
 
     def bind(self, context: BindContext) -> Float8Blocks:
@@ -57,7 +55,7 @@ class Float8Blocks:
         """Quantise the matrices.
 
         Raises:
-            ModelError: no pattern matches, or a tensor that one matches is not a matrix of
+            ModelError: a pattern matches nothing, or a tensor that one matches is not a matrix of
                 floating-point numbers, or has a value that is not finite.
         """
         update = yield
@@ -90,13 +88,10 @@ class Float8Blocks:
     def _choose(self, update: Update) -> frozenset[str]:
         index = update.layout.index
         chosen = frozenset(
-            name for name in index if any(pattern.fullmatch(name) for pattern in self._patterns)
+            name for name in index if any(p.fullmatch(name) for p in self._patterns.values())
         )
-        if not chosen:
-            raise ModelError(
-                f"no pattern of the layer Float8Blocks, {self._names}, matches one of "
-                f"{len(index)} names"
-            )
+        if self._known is None or not chosen:
+            check_matches(self, self._patterns, update.layout.names)
         for name in sorted(chosen):
             spec = update.layout.specs[index[name]]
             if len(spec.shape) != 2 or not spec.dtype.is_floating_point:

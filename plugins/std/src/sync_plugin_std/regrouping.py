@@ -138,6 +138,8 @@ class Rename(Regrouping):
             or None to leave it out on purpose.
         strict: whether a name that no pattern matches is an error; else it is sent as it is.
 
+    A pattern that matches no name is an error when the sender is made.
+
     Raises:
         ValueError: a template has more ``*`` than its pattern.
 
@@ -155,11 +157,11 @@ class Rename(Regrouping):
         for pattern, template in names.items():
             if template is not None:
                 check_template(pattern, template)
-        self._rules = [(compiled(pattern), template) for pattern, template in names.items()]
+        self._patterns = {pattern: compiled(pattern) for pattern in names}
+        self._rules = list(zip(self._patterns.values(), names.values(), strict=True))
         self._strict = strict
 
     def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
-        del strict  # a name without a match is an error in any update
         found: dict[str, Source] = {}
         sent_as: dict[str, str] = {}
         unmatched: list[str] = []
@@ -176,11 +178,14 @@ class Rename(Regrouping):
             if new in found:
                 raise ModelError(f"{sent_as[new]!r} and {name!r} would both be sent as {new!r}")
             found[new], sent_as[new] = Source((layout.index[name],)), name
+        # A name without a match is an error in any update.
         if unmatched and self._strict:
             raise ModelError(
                 f"no pattern of the layer Rename matches {listed_names(unmatched)}; add one (None "
                 "leaves a tensor out), or give strict=False to send them as they are"
             )
+        if strict:
+            check_matches(self, self._patterns, layout.names)
         return found
 
 
@@ -366,6 +371,18 @@ def _replaced(name: str, components: Mapping[str, str]) -> tuple[str, str | None
 def compiled(pattern: str) -> re.Pattern[str]:
     """The regular expression of a pattern, with a group for each ``*``."""
     return re.compile("(.*)".join(map(re.escape, pattern.split("*"))))
+
+
+def check_matches(
+    layer: object, patterns: Mapping[str, re.Pattern[str]], names: Sequence[str]
+) -> None:
+    """Raise `ModelError` where a pattern of a layer matches none of these names."""
+    unused = tuple(n for n, each in patterns.items() if not any(map(each.fullmatch, names)))
+    if unused:
+        raise ModelError(
+            f"none of these patterns of the layer {type(layer).__name__}, {unused}, matches one of "
+            f"{len(names)} names, such as {names[0]!r}; correct them, or leave them out"
+        )
 
 
 def filled(template: str, groups: Sequence[str]) -> str:
