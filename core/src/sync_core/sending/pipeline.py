@@ -321,7 +321,8 @@ class Pipeline:
             raise OptionError(
                 f"{self._backend.describe()} sends whole versions, since senders might leave out "
                 "different tensors; make a sender of the tensors that change: Sender(scheme, "
-                "{name: tensor, …}, model_id='adapter')"
+                "{name: tensor, …}, model_id='adapter'), or gather the model one tensor after the "
+                "other: Sender('shm', gathered(model), layers=…)"
             )
         if terms.zero_copy and self.leaves_out:
             raise OptionError(

@@ -236,7 +236,8 @@ class Sharded(WrappingScheme):
                 raise ModelError(
                     f"{_reshaping(layers)} changes names or shapes, and has made {spec}; on a rank "
                     "of a sharded trainer, layers may change dtypes and values, and rename, fuse "
-                    "or split tensors; leave it out of layers="
+                    "or split tensors; leave it out of layers=, or type Sender('shm', "
+                    "gathered(model), layers=…), which gathers the model"
                 )
             held.append(HeldTensor(spec.name, spec.dtype, region, shape))
         made_of = None
