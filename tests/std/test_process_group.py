@@ -368,3 +368,20 @@ class TestTravel:
         assert threads <= max(1, cores // 2)
         with ProcessGroup(lambda _: torch.get_num_threads(), 1, torch_threads=1) as group:
             assert group.call(0, int).result() == 1
+
+
+LATE = """
+import time
+from sync_plugin_std.workers import ProcessGroup
+ProcessGroup(lambda worker_id: [], 1).stop()
+try:
+    ProcessGroup(lambda worker_id: time.sleep(30), 4, timeout=0.05)
+except Exception as error:
+    print(error)
+"""
+
+
+def test_workers_that_are_late_leave_no_thread_that_fails() -> None:
+    said, complaints = start_script(LATE).communicate(timeout=60)
+    assert "did not start within 0.05 s" in said
+    assert "Exception in thread" not in complaints

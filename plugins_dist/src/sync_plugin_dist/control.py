@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections import deque
@@ -70,9 +71,9 @@ class ControlChannel:
         self._put_key = put_key
         self._messages: deque[Message] = deque()
 
-    def fileno(self) -> int:
-        """The descriptor of the connection."""
-        return self.channel.fileno()
+    def register(self, poll: select.poll) -> None:
+        """Have a poll wait for messages, and for the sender's end."""
+        self.channel.register(poll)
 
     def interrupts(self) -> bool:
         """Return whether the sender gives up the transfer, or is gone."""

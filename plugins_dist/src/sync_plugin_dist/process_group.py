@@ -131,8 +131,8 @@ class Link:
 class Control(Protocol):
     """A worker's source of control messages while it receives."""
 
-    def fileno(self) -> int:
-        """A descriptor that can be read from when there is something."""
+    def register(self, poll: select.poll) -> None:
+        """Have a poll wait for what there is to read."""
 
     def interrupts(self) -> bool:
         """Read it, and say whether the transfer is over because of it."""
@@ -254,7 +254,7 @@ class TensorGroup:
                 future.add_done_callback(alarm.ring)
             poll = select.poll()
             poll.register(alarm.reader, select.POLLIN)
-            poll.register(control.fileno(), select.POLLIN)
+            control.register(poll)
             if control.interrupts():  # which may have been read already, along with the rest
                 raise BrokenGroupError("the sender begins again")
             while missing:

@@ -40,7 +40,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from sync_core import OptionError
-from sync_plugin_std.local import Message
+from sync_plugin_std.local import Message, close_when_forked
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,7 @@ def listen(host: str, port: int) -> socket.socket:
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     listener = socket.socket(family, kind, protocol)
+    close_when_forked(listener)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from sync_core import Sender, SendReport, WorkerResult
 from sync_core.transports import uninterrupted
+from sync_plugin_std.local import close_when_forked
 
 _log = logging.getLogger("sync_core")
 # A request, and then its answer, may take this long, in seconds.
@@ -137,6 +138,7 @@ class StatusServer:
         self._unsubscribe = sender.on_report(self._take)
         with uninterrupted():
             self._listener = socket.create_server(("127.0.0.1", 0))
+            close_when_forked(self._listener)
             self._listener.setblocking(False)  # a connection may be gone before it is accepted
             self._ended, self._end = socket.socketpair()
             self._thread = threading.Thread(target=self._serve, name="sync-status", daemon=True)

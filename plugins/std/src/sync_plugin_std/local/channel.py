@@ -12,9 +12,10 @@ import struct
 import sys
 import tempfile
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,57 @@ MAX_MESSAGE = 1 << 20
 _MAX_DESCRIPTORS = 4
 _HUNG_UP = (BrokenPipeError, ConnectionResetError)
 _CLOSED = "the other side closed the connection"
+_ENDED = "it has ended, and another process has its end of the connection"
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 Message = dict[str, Any]
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+_ours: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_when_forked(*sockets: socket.socket) -> None:
+    """Have each process that is forked from this one close its copies of these sockets.
+
+    A connection ends, and a port is free, when the last process has closed it. A process that was
+    forked meanwhile, such as a DataLoader's worker, may live for longer than this one.
+    """
+    _ours.update(sockets)
+
+
+def _close_inherited() -> None:
+    for inherited in list(_ours):
+        # Closing is all: shutting down a connection, or taking it out of an epoll object, would
+        # reach the process that this one was forked from.
+        with suppress(OSError):
+            inherited.close()
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def open_process(pid: int | None) -> int | None:
+    """Return a descriptor that is readable once another process has ended; None if none can be had.
+
+    Raises:
+        ConnectionError: there is no such process any more.
+    """
+    if pid is None or pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise ConnectionError(_ENDED) from None
+    except (OSError, OverflowError):
+        return None  # no descriptor is left, the kernel is too old, or the pid is invalid
+
+
+def closed_with(opened: ExitStack, descriptor: int) -> int:
+    """Return a descriptor that a stack closes from now on."""
+    opened.callback(os.close, descriptor)
+    return descriptor
 
 
 class Channel:
@@ -57,6 +104,9 @@ class Channel:
 
     def __init__(self, connection: socket.socket, limit: int = MAX_MESSAGE) -> None:
         self.limit = limit
+        #: A descriptor that is readable once the process on the other side has ended; see `watch`.
+        self.process: int | None = None
+        close_when_forked(connection)
         connection.setblocking(False)
         self._socket = connection
         self._received = bytearray()
@@ -74,10 +124,38 @@ class Channel:
         """Return whether both ends are on one machine, and connected by a unix socket."""
         return sys.platform != "win32" and self._socket.family == socket.AF_UNIX
 
+    @property
+    def on_this_machine(self) -> bool:
+        """Return whether the other end seems to be on this machine: it has the same address."""
+        if self.passes_descriptors:
+            return True
+        try:
+            return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
+        except OSError:
+            return False
+
     def peer_process(self) -> int | None:
-        """Return the number of the process that has connected; None where nothing tells it."""
-        credentials = _credentials(self._socket)
-        return None if credentials is None else credentials[0]
+        """Return the number of the process that has connected, or listens; None if unknown."""
+        if not self.passes_descriptors:
+            return None
+        # Both ends of a pair were made by one process, which may have given them to others.
+        is_pair = not self._socket.getsockname() and not self._socket.getpeername()
+        return None if is_pair else creator_of(self._socket)
+
+    def watch(self, process: int) -> None:
+        """Take the other side for gone once a process has ended, whoever holds its end open.
+
+        Args:
+            process: a descriptor of it, from `open_process`; owned from now on.
+        """
+        self.process = process
+        self._poll.register(process, select.POLLIN)
+
+    def register(self, poll: select.poll) -> None:
+        """Have a poll wait for messages, and for the other side's end."""
+        poll.register(self, select.POLLIN)
+        if self.process is not None:
+            poll.register(self.process, select.POLLIN)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with descriptors that the other side gets duplicates of.
@@ -122,6 +200,8 @@ class Channel:
                 self._socket, 1 << 16, _MAX_DESCRIPTORS, _CLOSE_ON_EXEC
             )
         except BlockingIOError:
+            if self._process_has_ended():
+                raise ConnectionError(_ENDED) from None
             return
         except _HUNG_UP as error:
             raise ConnectionError(_CLOSED) from error
@@ -168,8 +248,18 @@ class Channel:
             if descriptor is not None:
                 os.close(descriptor)
         self._descriptors.clear()
+        process, self.process = self.process, None
+        if process is not None:
+            os.close(process)
         # The last thing, as the peer sees it.
         self._socket.close()
+
+    def _process_has_ended(self) -> bool:
+        if self.process is None:
+            return False
+        poll = select.poll()
+        poll.register(self.process, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _parse(self) -> None:
         while len(self._received) >= 4:
@@ -214,6 +304,7 @@ class LocalListener:
             self._folder = tempfile.TemporaryDirectory()
             self.name = str(Path(self._folder.name) / "socket")
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        close_when_forked(self.socket)
         try:
             self.socket.bind(self.name)
             self.socket.listen(128)
@@ -239,6 +330,7 @@ def connect_locally(name: str, timeout: float) -> socket.socket:
         OSError: there is none of that name in this network namespace, or it did not answer.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    close_when_forked(connection)
     try:
         if sys.platform == "linux":
             # Unlike settimeout(), it waits where more than listen() allows wait already.
@@ -286,6 +378,12 @@ def same_user(connection: socket.socket, *also: int) -> bool:
     """
     credentials = _credentials(connection)
     return credentials is None or credentials[1] in (os.getuid(), *also)
+
+
+def creator_of(connection: socket.socket) -> int | None:
+    """Return the process that made the other end of a unix socket, or both ends of a pair."""
+    credentials = _credentials(connection)
+    return None if credentials is None else credentials[0]
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int] | None:

@@ -9,7 +9,8 @@ from      message                       meaning
 ========  ============================  ==========================================================
 worker    ``hello``, worker, pid,       the first message of a connection; pids names what counts
           pids, nonce                   processes there (the namespace), and may be left out
-sender    ``challenge``, nonce, proof   it knows the token; does the worker?
+sender    ``challenge``, nonce, proof,  it knows the token; does the worker? Its process, as above
+          pid, pids
 worker    ``proof``, proof              it does; a message of the scheme, ``welcome``, follows
 ========  ============================  ==========================================================
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sync_core.errors import SenderLostError
-from sync_plugin_std.local.channel import MAX_MESSAGE, Channel, Message
+from sync_plugin_std.local.channel import MAX_MESSAGE, Channel, Message, open_process
 
 #: The size of the longest message before both ends have proved that they know the token.
 MAX_HELLO = 4096
@@ -79,7 +80,9 @@ class Greeting:
 
     def challenge(self, token: str) -> Message:
         """Return the sender's answer."""
-        return {"type": "challenge", "nonce": self.nonces[1], "proof": self._prove(token, "sender")}
+        proof = self._prove(token, "sender")
+        process = {"pid": os.getpid(), "pids": _pids()}
+        return {"type": "challenge", "nonce": self.nonces[1], "proof": proof, **process}
 
     def response(self, token: str) -> Message:
         """Return the worker's answer to that."""
@@ -98,42 +101,42 @@ class Greeting:
 
 
 def _pids() -> str | None:
-    """Return the namespace of this process's number; None on systems without them."""
+    """Return the kernel and its namespace that count this process; None on other systems."""
     try:
-        return str(Path("/proc/self/ns/pid").readlink())
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return None
 
 
-def process_of(channel: Channel, greeting: Greeting, *, connected: bool) -> int | None:
-    """Return a descriptor that is readable once the worker's process has ended, on this machine.
+def watch_process(channel: Channel, pid: object = None, pids: object = None) -> None:
+    """Have a connection end with the process on its other side, if that is on this machine.
 
-    A connection ends with the last process that has the worker's end of it, which may be another:
-    one that was forked meanwhile, or the trainer. A worker that gives a false number can only lose
-    its own place by that.
+    Otherwise it ends with the last process that has the other end of it, which may be another: one
+    that was forked meanwhile, or the trainer. A side that gives a false number can only lose its
+    own connection by that. Nothing is watched over a network, on systems without descriptors of
+    processes, and where the number says nothing.
 
     Args:
-        channel: the worker's connection.
-        greeting: its hello, once it has proved that it knows the token.
-        connected: whether it has connected, so that the kernel knows its number.
-
-    Returns:
-        None over a network, on systems without such descriptors, and where the number says nothing.
+        channel: the connection.
+        pid: the number that the other side gives, once it has proved that it knows the token. What
+            the kernel says comes first.
+        pids: what counts it; see `_pids`.
 
     Raises:
         ConnectionError: there is no such process any more.
     """
-    pid = channel.peer_process() if connected else None
-    if not connected and channel.passes_descriptors and greeting.pids == _pids() is not None:
-        pid = greeting.pid
-    if pid is None or pid in (0, os.getpid()) or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise ConnectionError("it has ended") from None
-    except (OSError, OverflowError):
-        return None  # no descriptor is left, the kernel is too old, or the pid is invalid
+    number = channel.peer_process()
+    if (
+        number is None
+        and type(pid) is int
+        and channel.on_this_machine
+        and pids == _pids() is not None
+    ):
+        number = pid
+    process = open_process(number) if channel.process is None else None
+    if process is not None:
+        channel.watch(process)
 
 
 def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) -> None:
@@ -151,6 +154,8 @@ def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) ->
     nonce, pid = secrets.token_hex(_NONCE_NBYTES), os.getpid()
     channel.limit = MAX_HELLO
     try:
+        # A process that the sender has forked may hold its listener open.
+        watch_process(channel)
         hello = {"type": "hello", "worker": worker_id, "pid": pid, "pids": _pids(), "nonce": nonce}
         channel.send(hello)
         message = channel.receive(timeout)
@@ -171,6 +176,7 @@ def shake_hands(channel: Channel, token: str, worker_id: int, timeout: float) ->
             "sender.address(worker_id) in the trainer for a new one"
         )
     try:
+        watch_process(channel, message.get("pid"), message.get("pids"))
         channel.send(greeting.response(token))
     except ConnectionError as error:
         raise SenderLostError(f"the sender is gone: {error}") from error

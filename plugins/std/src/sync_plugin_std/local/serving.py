@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 import threading
@@ -25,7 +24,7 @@ from sync_plugin_std.local.channel import (
     notice_silence,
     same_user,
 )
-from sync_plugin_std.local.handshake import MAX_HELLO, Greeting, process_of
+from sync_plugin_std.local.handshake import MAX_HELLO, Greeting, watch_process
 from sync_plugin_std.local.publisher import Publisher
 
 _log = logging.getLogger("sync_core")
@@ -48,7 +47,6 @@ class Peer:
         greeting: its hello, until it has proved that it knows the token.
         worker_id: the worker that has.
         pid: the worker's process.
-        process: a descriptor that is readable once that has ended; None where none can be had.
         seen: the newest version that it has answered about.
         since: when it has connected (`time.monotonic`).
         name: its name in messages.
@@ -59,7 +57,6 @@ class Peer:
     greeting: Greeting | None = None
     worker_id: int | None = None
     pid: int | None = None
-    process: int | None = None
     seen: int = 0
     since: float = field(default_factory=time.monotonic)
     name: str = "a stranger"
@@ -204,8 +201,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
                     elif isinstance(key.data, socket.socket):
                         self._accept(key.data)
                     elif key.data in self._connections:
-                        ended = key.fileobj == key.data.process
-                        self.guard(key.data, _say_ended if ended else self._listen_to, key.data)
+                        self.guard(key.data, self._listen_to, key.data)
         self._tear_down()
 
     def guard(self, peer: PeerT, act: Callable[..., object], *arguments: Any) -> None:
@@ -274,11 +270,10 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         token = self._token_of(peer.greeting.worker_id)
         if message["type"] != "proof" or not peer.greeting.proves(token, "worker", message):
             raise ConnectionError("it does not know the token")
-        process = process_of(peer.channel, peer.greeting, connected=peer.expected is None)
+        watch_process(peer.channel, peer.greeting.pid, peer.greeting.pids)
         worker_id, peer.pid, peer.greeting = peer.greeting.worker_id, peer.greeting.pid, None
-        if process is not None:
-            peer.process = process
-            self._selector.register(process, selectors.EVENT_READ, peer)
+        if peer.channel.process is not None:
+            self._selector.register(peer.channel.process, selectors.EVENT_READ, peer)
         if peer.expected not in (None, worker_id) or not self._publisher.joined(worker_id, peer):
             self._say_gone(peer, f"the sender has no worker {worker_id} any more")
             return
@@ -308,11 +303,10 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             return
         self._connections.discard(peer)
         self._selector.unregister(peer.channel)
+        if peer.channel.process is not None:
+            with suppress(KeyError):  # not yet registered, if there was no memory for that
+                self._selector.unregister(peer.channel.process)
         peer.channel.close()
-        if peer.process is not None:
-            self._selector.unregister(peer.process)
-            os.close(peer.process)
-            peer.process = None
         if peer.worker_id is not None and self._peers.get(peer.worker_id) is peer:
             del self._peers[peer.worker_id]
         try:
@@ -342,11 +336,6 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
 
     def torn_down(self) -> None:
         """Release the rest; the thread ends after this."""
-
-
-def _say_ended(peer: Peer) -> None:
-    del peer
-    raise ConnectionError("it has ended, and another process has its end of the connection")
 
 
 def _left(peer: Peer, message: Message) -> _LeftError:

@@ -118,7 +118,8 @@ class SharedMemory:
             os.close(descriptor)
             raise
         _seal(descriptor, writable=writable)
-        weakref.finalize(memory._block, os.close, descriptor)
+        # Not at the end of this process, while a thread may send it to a worker.
+        weakref.finalize(memory._block, os.close, descriptor).atexit = False
         return memory
 
     @property

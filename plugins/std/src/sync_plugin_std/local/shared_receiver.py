@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import select
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from sync_core import Answer, Payload, ReceiverTransport
 from sync_core.errors import CapacityError, PayloadError, SenderLostError
 from sync_core.transports import uninterrupted
-from sync_plugin_std.local.channel import Channel, Message
+from sync_plugin_std.local.channel import Channel, Message, closed_with
 from sync_plugin_std.local.control_page import ControlPage, Offer, ProcessEvent
 from sync_plugin_std.local.handshake import shake_hands
 from sync_plugin_std.local.serving import farewell
@@ -53,7 +53,7 @@ class SharedMemoryReceiver(ReceiverTransport):
             raise
         self._poll = select.poll()
         self._poll.register(self._offers.reader, select.POLLIN)
-        self._poll.register(channel, select.POLLIN)
+        channel.register(self._poll)
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, once there is one that was not seen."""
@@ -166,14 +166,17 @@ class SharedMemoryReceiver(ReceiverTransport):
 
     def _take_control(self) -> None:
         """Take what came with the welcome: the page, and the two events."""
-        try:
-            page, offers, answers = (self._channel.pop_descriptor() for _ in range(3))
+        # All three or none: the first may have come, and the last be one too many for this process.
+        with ExitStack() as opened:
             try:
+                page, offers, answers = (
+                    closed_with(opened, self._channel.pop_descriptor()) for _ in range(3)
+                )
                 self._page = ControlPage(page)
-            finally:
-                os.close(page)
-        except (OSError, ValueError) as error:
-            raise SenderLostError(_BROKEN.format(error)) from error
+            except (OSError, ValueError) as error:
+                raise SenderLostError(_BROKEN.format(error)) from error
+            opened.pop_all()
+        os.close(page)
         self._offers = ProcessEvent(offers, offers)
         self._answers = ProcessEvent(answers, answers)
 

@@ -26,6 +26,13 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
+from sync_plugin_std.local.channel import (
+    close_when_forked,
+    creator_of,
+    no_more_descriptors,
+    open_process,
+)
+
 
 def run(main: str, given: Sequence[int | str]) -> NoReturn:
     """Run the function that ``main`` names, ``"package.module:function"``, and end the process.
@@ -95,9 +102,14 @@ def receive_reply(control: socket.socket) -> tuple[int, int, int]:
 
     Raises:
         ConnectionError: the server has ended.
+        CapacityError: this process can open no more descriptors.
     """
-    data, descriptors, _, _ = socket.recv_fds(control, _LENGTH, 2)
+    data, descriptors, flags, _ = socket.recv_fds(control, _LENGTH, 2)
     if len(data) != _LENGTH or len(descriptors) != 2:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if flags & socket.MSG_CTRUNC:
+            raise no_more_descriptors()
         raise ConnectionResetError("the server hung up")
     return int.from_bytes(data, "big"), descriptors[0], descriptors[1]
 
@@ -126,7 +138,9 @@ def main(control: int, load: str) -> NoReturn:
     # Imported modules are never freed; a collection would only write to shared memory.
     gc.freeze()
     gc.enable()
-    _Server(socket.socket(fileno=control)).serve()
+    connection = socket.socket(fileno=control)
+    close_when_forked(connection)
+    _Server(connection).serve()
     os._exit(0)
 
 
@@ -134,6 +148,12 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._asked = True
+        # Where none can be had, it ends with the last process that has the other end of `control`.
+        self._parent: int | None = None
+        try:
+            self._parent = open_process(creator_of(control))
+        except ConnectionError:
+            self._asked = False
         self._statuses: dict[int, int] = {}
         # Process groups of workers that have ended, and when what is left of each is killed.
         self._left: dict[int, float] = {}
@@ -145,7 +165,9 @@ class _Server:
 
     def serve(self) -> None:
         while self._asked or self._statuses or self._left:
-            watched: list[Any] = [self._woken, *([self._control] if self._asked else [])]
+            watched: list[Any] = [self._woken]
+            if self._asked:
+                watched += [self._control, *([] if self._parent is None else [self._parent])]
             ready, _, _ = select.select(watched, [], [], self._patience())
             self._kill_left()
             if not ready and not self._statuses and not self._left:
@@ -155,6 +177,8 @@ class _Server:
                 self._reap()
             if self._control in ready:
                 self._serve_next()
+            elif self._parent in ready:
+                self._asked = False
 
     def _patience(self) -> float | None:
         """Return for how many seconds there may be nothing to do; None for any number."""
@@ -217,7 +241,8 @@ class _Server:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
-            self._control.close()
+            if self._parent is not None:
+                os.close(self._parent)
             for descriptor in (self._woken, self._wake_up, *self._statuses.values()):
                 os.close(descriptor)
             _settle(request, *descriptors[:3])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import signal
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -17,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from sync_plugin_std.framing import Part, encode, receive_message
+from sync_plugin_std.local.channel import close_when_forked
 from sync_plugin_std.workers import CallOutcome, RemoteCall, start_process
 from sync_plugin_std.workers.process_worker import Startup
 
@@ -162,6 +161,9 @@ class Child:
         self._pending = PendingCalls()
         self._calls, calls = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
+        # Before anything is started: a process forked from this one must not keep the worker alive
+        # after this one has died, nor hide from this one that the worker has.
+        close_when_forked(self._calls, self._lifeline, calls, lifeline)
         with calls, lifeline:
             try:
                 fds = [calls.fileno(), lifeline.fileno()]
@@ -170,7 +172,6 @@ class Child:
                 self._calls.close()
                 self._lifeline.close()
                 raise
-        _sockets.update((self._calls, self._lifeline))
         self._outbox = Outbox(self._calls, f"sync worker {worker_id} writer")
         startup = Startup(worker_id, bytes(current_process().authkey), torch_threads)
         self._outbox.put(0, [pickle.dumps(startup)])
@@ -243,15 +244,3 @@ class Child:
         number, parts = reply
         self._pending.finish(number, CallOutcome.unpickle(parts))
         return True
-
-
-# A process forked from this one must not keep the workers alive after this one has died.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _close_inherited() -> None:
-    for inherited in list(_sockets):
-        inherited.close()
-
-
-os.register_at_fork(after_in_child=_close_inherited)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import socket
 import threading
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from sync_plugin_std.framing import Part, receive_message, send_message
+from sync_plugin_std.local.channel import close_when_forked, creator_of, open_process
 from sync_plugin_std.workers import CallOutcome, close_hosted
 
 
@@ -56,10 +58,10 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
     calls = socket.socket(fileno=calls_fd)
     lifeline = socket.socket(fileno=lifeline_fd)
     closing = threading.Event()
+    # What this process starts must not keep them open: their end means that this one died.
+    close_when_forked(calls, lifeline)
     for sock in calls, lifeline:
-        # What this process starts must not keep them open: their end means that this one died.
         sock.set_inheritable(False)
-        os.register_at_fork(after_in_child=sock.close)
     os.register_at_fork(after_in_child=_be_terminated_at_once)
     signal.signal(signal.SIGTERM, _terminate)
     # A thread, so that not even a long call keeps this process alive without its parent.
@@ -78,8 +80,15 @@ def main(calls_fd: int, lifeline_fd: int) -> None:
 
 
 def _watch(lifeline: socket.socket, closing: threading.Event) -> None:
-    while lifeline.recv(1):
-        closing.set()
+    ready = select.poll()
+    ready.register(lifeline, select.POLLIN)
+    with suppress(ConnectionError, BlockingIOError):
+        # It has made the pair. Something that it has forked may hold its end open.
+        parent = open_process(creator_of(lifeline))
+        if parent is not None:
+            ready.register(parent, select.POLLIN)
+        while ready.poll() and lifeline.recv(1, socket.MSG_DONTWAIT):
+            closing.set()
     # The parent has died. The main thread leaves its call, also where that waits for something.
     main_thread = threading.main_thread()
     assert main_thread.ident is not None

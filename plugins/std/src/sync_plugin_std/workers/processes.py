@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import resource
 import select
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from sync_plugin_std.local.channel import close_when_forked, closed_with
 from sync_plugin_std.workers.fork_server import ForkRequest, receive_reply, send_request
 
 # What arrives is mapped read-only: docs/decisions/0004-zero-copy.md.
@@ -82,6 +82,8 @@ class ForkedProcess(WorkerProcess):
         self._waiting = 0
         self._lock = threading.Lock()
         self._close = weakref.finalize(self, _close, process, status)
+        # At the end of this process, a thread may wait for the other one.
+        self._close.atexit = False
 
     @property
     def returncode(self) -> int | None:
@@ -191,6 +193,7 @@ class ForkServer:
 
     def __init__(self, load: str, path: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair()
+        close_when_forked(self._control, theirs)
         self._control.settimeout(_PATIENCE)
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
@@ -213,9 +216,8 @@ class ForkServer:
             ConnectionError: the server has ended.
         """
         with ExitStack() as opened:
-            given = [_copy(1), _copy(2), os.open(".", os.O_RDONLY | os.O_DIRECTORY)]
-            for descriptor in given:
-                opened.callback(os.close, descriptor)
+            given = [closed_with(opened, _copy(standard)) for standard in (1, 2)]
+            given.append(closed_with(opened, os.open(".", os.O_RDONLY | os.O_DIRECTORY)))
             try:
                 send_request(self._control, request, [*given, *fds])
                 return ForkedProcess(*receive_reply(self._control))
@@ -233,10 +235,6 @@ class ForkServer:
         except ChildProcessError:
             # Code that waits for any child has taken its status.
             return True
-
-    def forget(self) -> None:
-        """In a process forked from this one: hold nothing of the server."""
-        self._control.close()
 
 
 def _copy(standard: int) -> int:
@@ -306,8 +304,6 @@ class _Current:
 
     def forget(self) -> None:
         """Leave the server to the process that this one was forked from."""
-        if self._server is not None:
-            self._server.forget()
         self._lock, self._server, self._closed = threading.Lock(), None, []
 
 
@@ -347,7 +343,6 @@ def _inherited() -> object:
 
 
 _current = _Current()
-atexit.register(_current.end)
 os.register_at_fork(after_in_child=_current.forget)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 
 import pytest
@@ -203,14 +203,18 @@ class FaultCases(SchemeCases):
         assert workers.send().updated == (0,), REPORT
 
     @pytest.mark.usefixtures("processes", "lasting")
-    def test_killed_between_sends_and_back_again(self, start: Start) -> None:
+    @pytest.mark.parametrize("child", [False, True], ids=["alone", "with_a_child"])
+    def test_killed_between_sends_and_back_again(self, start: Start, child: bool) -> None:
         policy = make_policy(1.0)
         workers = start(policy)
         workers.send()
-        workers.pool.signal(0, signal.SIGKILL)
-        fill(policy, 2.0)
-        with pytest.raises(SendError) as failure:
-            workers.send()
+        with ExitStack() as ends:
+            if child:
+                ends.callback(os.kill, workers.pool.call(0, Worker.fork), signal.SIGKILL)
+            workers.pool.signal(0, signal.SIGKILL)
+            fill(policy, 2.0)
+            with pytest.raises(SendError) as failure:
+                workers.send()
         report = failure.value.report
         assert isinstance(report.workers[0].error, WorkerLostError), (
             "a worker whose process was killed must fail with WorkerLostError"
@@ -283,7 +287,8 @@ class FaultCases(SchemeCases):
         assert workers.send().updated == (0, 1), REPORT
 
     @pytest.mark.usefixtures("asking", "processes")
-    def test_the_trainer_is_killed(self, pool: SharedGroup) -> None:
+    @pytest.mark.parametrize("child", [False, True], ids=["alone", "with_a_child"])
+    def test_the_trainer_is_killed(self, pool: SharedGroup, child: bool) -> None:
         pool.make_ready()
         flags = (False, True) if self.can("zero_copy") else (False,)
         addresses = pool.call(0, Worker.train, self.scheme, dict(self.options), flags)
@@ -292,10 +297,15 @@ class FaultCases(SchemeCases):
             Receiver(address, target) for address, target in zip(addresses, targets, strict=True)
         ]
         assert [receiver.receive() for receiver in receivers] == [1] * len(flags), RECEIVED
-        pool.signal(0, signal.SIGKILL)
-        for receiver, target in zip(receivers, targets, strict=True):
-            with pytest.raises(SenderLostError):
-                receiver.receive(20.0)
+        with ExitStack() as ends:
+            if child:
+                # It has what the trainer had open, and lives.
+                ends.callback(os.kill, pool.call(0, Worker.fork), signal.SIGKILL)
+            pool.signal(0, signal.SIGKILL)
+            for receiver in receivers:
+                with pytest.raises(SenderLostError):
+                    receiver.receive(20.0)
+        for target in targets:
             assert (target["weight"] == 5).all(), (
                 "the death of the trainer must leave the last version whole"
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +45,20 @@ class Worker:
         # Held while the model is in use; whether something has come that was not received.
         self._in_use = threading.Lock()
         self._arrived = False
+
+    def fork(self) -> int:
+        """Fork a process that does nothing, and lives for longer than this one; its id."""
+        with warnings.catch_warnings():
+            # Of threads that the child lacks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            signal.alarm(100)
+            while True:
+                signal.pause()
+        # What a worker's process group leaves behind is ended.
+        os.setpgid(child, child)
+        return child
 
     def reset(self) -> int:
         """Be as new; the process."""
