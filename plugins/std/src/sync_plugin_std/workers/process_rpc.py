@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import current_process
 from queue import SimpleQueue
 from typing import Any
@@ -159,19 +159,19 @@ class Child:
         self.worker_id = worker_id
         self._ending = False
         self._pending = PendingCalls()
-        self._calls, calls = socket.socketpair()
-        self._lifeline, lifeline = socket.socketpair()
-        # Before anything is started: a process forked from this one must not keep the worker alive
-        # after this one has died, nor hide from this one that the worker has.
-        close_when_forked(self._calls, self._lifeline, calls, lifeline)
-        with calls, lifeline:
-            try:
-                fds = [calls.fileno(), lifeline.fileno()]
-                self._process = start_process(_MAIN, fds=fds)
-            except BaseException:
-                self._calls.close()
-                self._lifeline.close()
-                raise
+        with ExitStack() as opened, ExitStack() as theirs:
+            ends = []
+            for _ in range(2):
+                mine, its = socket.socketpair()
+                # Before anything is started: a process forked from this one must not keep the
+                # worker alive after this one has died, nor hide from this one that it has died.
+                close_when_forked(mine, its)
+                opened.enter_context(mine)
+                theirs.enter_context(its)
+                ends.append((mine, its))
+            (self._calls, calls), (self._lifeline, lifeline) = ends
+            self._process = start_process(_MAIN, fds=[calls.fileno(), lifeline.fileno()])
+            opened.pop_all()
         self._outbox = Outbox(self._calls, f"sync worker {worker_id} writer")
         startup = Startup(worker_id, bytes(current_process().authkey), torch_threads)
         self._outbox.put(0, [pickle.dumps(startup)])
