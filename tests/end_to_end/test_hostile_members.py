@@ -16,6 +16,7 @@ from torch import nn
 
 from sync_core import Answer, Receiver, Sender, SendError, SyncError
 from sync_plugin_scale import Pool, Relay
+from sync_plugin_scale.pools.admission import enter
 from sync_plugin_std.local import Channel, Message
 from sync_testing.fuzz import Mutator, besiege, find, hostile
 
@@ -91,3 +92,34 @@ def test_those_that_want_to_be_admitted(
                 pending.wait(0.02)
         with Receiver(pool.address(), deepcopy(model)) as successor:
             assert successor.receive(5.0) == pending.version
+
+
+def test_one_that_is_admitted_again_and_again() -> None:
+    model = nn.Linear(2, 2)
+    sent = threading.Event()
+    with (
+        Sender("shm", model, num_workers=0, timeout=60.0) as sender,
+        Pool(sender) as pool,
+        Receiver(pool.address(), deepcopy(model)) as honest,
+    ):
+
+        def flood() -> None:
+            while not sent.is_set():
+                with suppress(SyncError):
+                    enter(pool.address(), 2.0)
+
+        floods = [threading.Thread(target=flood) for _ in range(4)]
+        for each in floods:
+            each.start()
+        try:
+            while len(sender.workers) < 20:
+                time.sleep(0.01)
+            begun = time.monotonic()
+            pending = sender.send_async()
+            assert honest.receive(20.0) == pending.version
+            assert pending.wait().updated == (0,)
+            assert time.monotonic() - begun < 20.0, "the send waited for those that do not connect"
+        finally:
+            sent.set()
+            for each in floods:
+                each.join(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +25,11 @@ from sync_core import (
 )
 from sync_core.transports import closed_if_it_fails, uninterrupted
 from sync_plugin_scale.pools.admission import LAYOUT, PLACES, Admission
+
+# How many workers may have been admitted and not have connected, before one that takes longer than
+# this, in seconds, loses its place; estimates. It takes milliseconds on a machine that is not busy.
+_ABSENT = 16
+_CONNECTING = 1.0
 
 
 class Pool:
@@ -104,10 +110,26 @@ class Pool:
         sender = self._sender()
         if sender is None:
             raise ClosedError("the sender is gone")
+        self._make_room(sender)
         with self._adding:
             worker_id = sender.add_worker()
             self._admitted.add(worker_id)
             return worker_id, sender.address(worker_id).token
+
+    def _make_room(self, sender: Sender) -> None:
+        """Remove the oldest of many workers that were admitted and do not connect.
+
+        A holder of the address may be admitted again and again; each send would wait for them all.
+        """
+        late = time.monotonic() - _CONNECTING
+        absent = [
+            (status.since, worker_id)
+            for worker_id, status in sender.workers.items()
+            if status.state is WorkerState.CONNECTING and self._is_admitted(worker_id)
+        ]
+        for since, worker_id in sorted(absent)[: max(0, len(absent) - _ABSENT + 1)]:
+            if since < late:
+                self._remove(worker_id)
 
     def _remove(self, worker_id: int) -> None:
         """Remove a worker, where that has not been done."""
