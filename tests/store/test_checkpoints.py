@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from torch import Tensor, nn
 from sync_core import LayoutMismatchError, OptionError, Receiver, Sender
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Part
-from sync_plugin_store import StoreError, load_checkpoint
-from sync_plugin_store.objects import open_objects
+from sync_plugin_store import StoreError, checkpoints, load_checkpoint
+from sync_plugin_store.objects import Directory, open_objects
 
 INDEX = "model.safetensors.index.json"
 
@@ -67,6 +69,8 @@ def test_a_directory_becomes_version_0(
 ) -> None:
     weights, model, loaded = trained(), Tied(), dict[str, Tensor]()
     write(tmp_path, weights, files)
+    for path in tmp_path.iterdir():
+        os.utime(path, (1e9, 1e9))
     half = {n: torch.zeros(t.shape[0] // 2, *t.shape[1:]) for n, t in weights.items()}
     regions = {
         n: ((t.shape[0] // 2, t.shape[0]), *((0, s) for s in t.shape[1:]))
@@ -127,6 +131,68 @@ def test_nothing_is_written_of_a_directory_that_is_not_whole(tmp_path: Path, how
     with pytest.raises((PayloadError, StoreError)):
         load_checkpoint(str(tmp_path), model, timeout=0.3)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def two_trainings(folder: Path, files: int) -> list[Path]:
+    """Directories of equal sizes, whose values differ."""
+    made = []
+    for value in (1.0, 2.0):
+        made.append(folder / str(value))
+        write(made[-1], {name: torch.full((1024, 512), value) for name in "abc"}, files)
+    return made
+
+
+@pytest.mark.parametrize("case", [(1, 3), (1, 5), (2, 4), (2, 6)])
+@pytest.mark.parametrize("place", ["directory", "s3", "http"])
+def test_no_model_gets_parts_of_two_checkpoints(
+    tmp_path: Path,
+    place: str,
+    case: tuple[int, int],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files, turn = case
+    first, second = two_trainings(tmp_path, files)
+    half = {name: torch.zeros(512, 512) for name in "abc"}
+    regions = dict.fromkeys(half, ((512, 1024), (0, 512)))
+    folder = tmp_path / "served"
+    url = str(folder)
+    if place == "s3":
+        url = f"{request.getfixturevalue('bucket')}/{secrets.token_hex(4)}"
+    target = open_objects(url, 5.0)
+
+    def put(source: Path) -> None:
+        for path in source.iterdir():
+            target.put(path.name, path.read_bytes())
+
+    put(first)
+    with files_served(folder) as (served, _):
+        opened = open_objects(served if place == "http" else url, 5.0)
+        read, asked = opened.read, count(1)
+
+        def read_or_replace(*args: Any, **options: Any) -> bool:
+            if next(asked) == turn:
+                put(second)
+            return read(*args, **options)
+
+        monkeypatch.setattr(opened, "read", read_or_replace)
+        monkeypatch.setattr(checkpoints, "open_objects", lambda *_: opened)
+        load_checkpoint(url, Part(half, regions), streams=1)
+    assert next(asked) > turn
+    assert {value for t in half.values() for value in t.flatten().tolist()} == {2.0}
+
+
+def test_a_transfer_is_not_resumed_out_of_another_file(tmp_path: Path) -> None:
+    first, second = two_trainings(tmp_path, 1)
+    model = {name: torch.zeros(1024, 512) for name in "abc"}
+
+    def replace() -> None:
+        data = (second / "model.safetensors").read_bytes()
+        Directory(first, "").put("model.safetensors", data)
+
+    with files_served(first, replace) as (url, _):
+        load_checkpoint(url, model, timeout=10.0)
+    assert {value for t in model.values() for value in t.flatten().tolist()} == {2.0}
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:

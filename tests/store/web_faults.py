@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -95,8 +95,9 @@ class _Files(BaseHTTPRequestHandler):
         data = path.read_bytes() if path.is_file() else b""
         first, _, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
         part = data[int(first) : int(last) + 1] if first else data
-        # As nginx has them, whose other half is a time in seconds.
-        if data and self.headers.get("If-None-Match") == f'"{len(data):x}"':
+        # As those of nginx, with a time in seconds.
+        tag = f'"{int(path.stat().st_mtime) if data else 0:x}-{len(data):x}"'
+        if data and self.headers.get("If-None-Match") == tag:
             self.send_response(304)
             self.end_headers()
             return
@@ -106,21 +107,33 @@ class _Files(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {first}-{stop}/{len(data)}")
         self.send_header("Content-Length", str(len(part)))
         if data:
-            self.send_header("ETag", f'"{len(data):x}"')
+            self.send_header("ETag", tag)
+            self.send_header("Last-Modified", self.date_time_string(int(path.stat().st_mtime)))
         self.end_headers()
+        if cut := self.server.cut is not None and len(part) > 1 << 20:
+            part = part[: len(part) // 2]
+            self.close_connection = True
         self.server.sent.append(len(part))
         self.wfile.write(part)
+        if cut:
+            self.server.cut, then = None, self.server.cut
+            then()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its base names it so
         """Write nothing."""
 
 
 @contextmanager
-def files_served(directory: Path) -> Iterator[tuple[str, list[int]]]:
-    """Serve the files of a directory; the URL, and the bytes of each answer."""
+def files_served(
+    directory: Path, cut: Callable[[], object] | None = None
+) -> Iterator[tuple[str, list[int]]]:
+    """Serve the files of a directory; the URL, and the bytes of each answer.
+
+    The first answer of more than a megabyte ends in its middle, where a call is given for then.
+    """
     with ThreadingHTTPServer(("127.0.0.1", 0), _Files) as made:
         server: Any = made
-        server.directory, server.sent = directory, []
+        server.directory, server.sent, server.cut = directory, [], cut
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:

@@ -6,9 +6,9 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,18 +18,22 @@ from sync_core.models import Binding, check_match, tensors_of_rank
 from sync_plugin_scale import Part
 from sync_plugin_scale.shards.plan import whole
 from sync_plugin_store.chunks import Chunk, Chunks, cuts_of
-from sync_plugin_store.errors import StoreError
+from sync_plugin_store.errors import ReplacedError, StoreError
 from sync_plugin_store.format import Piece
 from sync_plugin_store.holdings import Wanted
-from sync_plugin_store.objects import Objects, Patience, open_objects
+from sync_plugin_store.objects import Objects, Patience, Validator, open_objects
 from sync_plugin_store.parts import Parts, Plan, Range, is_divided, parts_of
 
 __all__ = ["load_checkpoint"]
+
+_T = TypeVar("_T")
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
 # As that of safetensors itself, in bytes.
 _LONGEST_HEADER = 100_000_000
+# After this, a file that is written again has another time in seconds, in seconds.
+_NEXT_SECOND = 1.1
 
 
 def load_checkpoint(
@@ -44,7 +48,8 @@ def load_checkpoint(
 
     A model of which this rank has a shard (`DTensor`, `sync_plugin_scale.Part`) reads the bytes of
     its shard. Floating-point tensors are cast to the dtypes of the model. Such a directory
-    is not signed: each process that can write to it can change the weights.
+    is not signed: each process that can write to it can change the weights. Files that are replaced
+    while they are read are read again: no model gets parts of two checkpoints.
 
     Args:
         url: a directory, ``s3://bucket/model``, ``https://host/model`` and so on, with
@@ -56,7 +61,7 @@ def load_checkpoint(
 
     Raises:
         OptionError: neither or both of ``model`` and ``load`` were given.
-        StoreError: the place does not answer, or has no such files.
+        StoreError: the place does not answer, has no such files, or replaces them all the time.
         PayloadError: a file is not whole, or not of safetensors.
         LayoutMismatchError: the model does not fit; nothing was written.
 
@@ -75,20 +80,7 @@ def load_checkpoint(
         raise OptionError("give load_checkpoint a model, or load=, and not both")
     model = _state_of(model)
     with _Files(open_objects(url, timeout), timeout, streams) as files:
-        headers = files.headers()
-        specs = [spec for layout in headers.values() for spec in layout.specs]
-        kinds = [(spec.name, spec.dtype, spec.shape) for spec in specs]
-        layout = Layout(Layout.of_kinds(kinds).specs, _tied(model, {spec.name for spec in specs}))
-        target = model
-        if is_divided(model):
-            parts, target, _ = parts_of(model, layout, cast=True)
-        else:
-            every = (Wanted(s.name, s.name, whole(s.shape), s.shape) for s in layout.specs)
-            parts = Parts(tuple(every), layout)
-            if load is None:
-                # Says what does not fit before anything is read.
-                check_match(layout, Binding(model).layout, cast=True)
-        tensors = files.read(headers, parts)
+        layout, target, tensors = files.of_one_state(lambda: _read(files, model))
     if load is not None:
         load(tensors.items())
         return
@@ -96,6 +88,24 @@ def load_checkpoint(
     aliases = () if is_divided(model) else layout.aliases
     update = Update(Layout(read.specs, aliases), tuple(tensors.values()))
     Binding(target).write(update, cast=True)
+
+
+def _read(files: _Files, model: Any) -> tuple[Layout, Any, dict[str, Tensor]]:
+    """Return the layout of the files, what is written, and the tensors for it."""
+    headers = files.headers()
+    specs = [spec for layout in headers.values() for spec in layout.specs]
+    kinds = [(spec.name, spec.dtype, spec.shape) for spec in specs]
+    layout = Layout(Layout.of_kinds(kinds).specs, _tied(model, {spec.name for spec in specs}))
+    target = model
+    if is_divided(model):
+        parts, target, _ = parts_of(model, layout, cast=True)
+    else:
+        every = (Wanted(s.name, s.name, whole(s.shape), s.shape) for s in layout.specs)
+        parts = Parts(tuple(every), layout)
+        if model is not None:
+            # Says what does not fit before anything is read.
+            check_match(layout, Binding(model).layout, cast=True)
+    return layout, target, files.read(headers, parts)
 
 
 def _state_of(model: Any) -> Any:
@@ -140,6 +150,8 @@ class _Files:
         self._objects = objects
         self._timeout = timeout
         self._stopped = threading.Event()
+        # The state of each file in which all of it is read.
+        self._validators: dict[str, Validator] = {}
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-get")
 
     def __enter__(self) -> Self:
@@ -149,9 +161,27 @@ class _Files:
         self._stopped.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def of_one_state(self, read: Callable[[], _T]) -> _T:
+        """Return what a function reads of the files, once none was replaced meanwhile."""
+        patience = Patience(self._timeout, self._stopped)
+        while True:
+            try:
+                return read()
+            except ReplacedError:
+                if not patience.pause():
+                    raise
+                self._validators.clear()
+
     def headers(self) -> dict[str, Layout]:
         """Return what each file has, without the tensors that the index has in another one."""
-        found = self._objects.look(_INDEX)
+        headers = self._headers()
+        if any(each.coarse for each in self._validators.values()):
+            self._stopped.wait(_NEXT_SECOND)
+            headers = self._headers()
+        return headers
+
+    def _headers(self) -> dict[str, Layout]:
+        found = self._index = self._objects.look(_INDEX)
         if found is None:
             return {_SINGLE: self._header(_SINGLE)}
         try:
@@ -182,13 +212,29 @@ class _Files:
             plans.append(plan)
             begin = len(layout.header)
             reading += [self._pool.submit(self._read, file, begin, each) for each in plan.ranges]
-        for future in reading:
-            future.result()
+        try:
+            for future in reading:
+                future.result()
+        finally:
+            for future in reading:
+                future.cancel()
+            wait(reading)
+        self._check()
         return {
             spec.name: tensor
             for plan in plans
             for spec, tensor in zip(plan.layout.specs, plan.block.views(plan.layout), strict=True)
         }
+
+    def _check(self) -> None:
+        """Raise `ReplacedError` where files were replaced before others of them were read."""
+        if self._index is None:
+            return
+        found = self._objects.look(_INDEX)
+        if found is None or found.data != self._index.data:
+            raise ReplacedError(f"{_INDEX} in {self._objects.url} was replaced while it was read")
+        for _ in self._pool.map(lambda file: self._bytes(file, 0, 8), self._validators):
+            pass
 
     def _header(self, file: str) -> Layout:
         length = int.from_bytes(self._bytes(file, 0, 8), "little")
@@ -202,7 +248,10 @@ class _Files:
     def _bytes(self, file: str, start: int, nbytes: int) -> bytearray:
         data = bytearray(nbytes)
         patience = Patience(self._timeout, self._stopped)
-        if not self._objects.read(file, start, memoryview(data), patience, whole=False):
+        validator = self._validators.setdefault(file, Validator())
+        if not self._objects.read(
+            file, start, memoryview(data), patience, whole=False, validator=validator
+        ):
             raise StoreError(
                 f"{self._objects.url} has no {file}; give a directory with {_SINGLE}, or with "
                 f"{_INDEX} and the files that it names"

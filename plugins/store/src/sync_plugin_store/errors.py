@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sync_core import SyncError
 
-__all__ = ["ConflictError", "RolledBackError", "SignatureError", "StoreError"]
+__all__ = ["ConflictError", "ReplacedError", "RolledBackError", "SignatureError", "StoreError"]
 
 
 class StoreError(SyncError, OSError):
@@ -13,6 +13,10 @@ class StoreError(SyncError, OSError):
 
 class ConflictError(StoreError):
     """Another process has replaced an object first, such as a second trainer of the same run."""
+
+
+class ReplacedError(StoreError):
+    """An object was replaced while it was read by several requests."""
 
 
 class SignatureError(SyncError, ValueError):

@@ -23,14 +23,26 @@ from urllib.parse import unquote, urlsplit
 from sync_core import OptionError
 from sync_core.errors import PayloadError
 from sync_core.transports import uninterrupted
-from sync_plugin_store.errors import ConflictError, StoreError
+from sync_plugin_store.errors import ConflictError, ReplacedError, StoreError
 
-__all__ = ["LONGEST_RECORD", "Found", "Listed", "Objects", "Patience", "open_all", "open_objects"]
+__all__ = [
+    "LONGEST_RECORD",
+    "Found",
+    "Listed",
+    "Objects",
+    "Patience",
+    "Validator",
+    "open_all",
+    "open_objects",
+]
 
 #: Longer records (HEAD, manifests) are refused, in bytes.
 LONGEST_RECORD = 1 << 24
 # Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
 _PIECE = 1 << 20
+# A file of a web server that was written so lately, in seconds, may be written again within the
+# same second, and have the same tag; the clocks of both machines may differ by as much.
+_COARSE_FOR = 60.0
 # From one try of a broken transfer to the next, in seconds; doubled up to the second.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 
@@ -61,6 +73,27 @@ class Listed:
     name: str
     nbytes: int
     modified: float
+
+
+class Validator:
+    """The state of an object in which each of several reads must find it.
+
+    The first read sets it.
+    """
+
+    def __init__(self) -> None:
+        self._tag: object = None
+        #: Whether the next state may have the same tag, since tags may be times in seconds.
+        self.coarse = False
+
+    def check(self, tag: object, name: str, url: str) -> None:
+        """Raise `ReplacedError` unless an object is in the state of the first read."""
+        if self._tag is None:
+            self._tag = tag
+        elif tag != self._tag:
+            raise ReplacedError(
+                f"{name} in {url} was replaced while it was read; try again when it is whole"
+            )
 
 
 class Patience:
@@ -117,7 +150,14 @@ class Objects(ABC):
 
     @abstractmethod
     def read(
-        self, name: str, start: int, memory: memoryview, patience: Patience, *, whole: bool
+        self,
+        name: str,
+        start: int,
+        memory: memoryview,
+        patience: Patience,
+        *,
+        whole: bool,
+        validator: Validator | None = None,
     ) -> bool:
         """Read some bytes of an object.
 
@@ -127,12 +167,14 @@ class Objects(ABC):
             memory: where they go; its size says how many.
             patience: how long a transfer that breaks is resumed.
             whole: whether that is the whole object. Servers that know no ranges can bring it.
+            validator: of other reads of the object as it was then.
 
         Returns:
             Whether there is such an object.
 
         Raises:
             PayloadError: it has fewer bytes.
+            ReplacedError: it was replaced since the first read with the validator.
         """
 
     @abstractmethod
@@ -218,6 +260,11 @@ def open_file(path: Path, *, links: bool = True) -> BufferedReader:
     return file
 
 
+def _state_of(file: BufferedReader) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 class Directory(Objects):
     """A directory; a network's file system or a web server may show it elsewhere.
 
@@ -250,18 +297,31 @@ class Directory(Objects):
         return None if found == tag else Found(data, found)
 
     def read(
-        self, name: str, start: int, memory: memoryview, patience: Patience, *, whole: bool
+        self,
+        name: str,
+        start: int,
+        memory: memoryview,
+        patience: Patience,
+        *,
+        whole: bool,
+        validator: Validator | None = None,
     ) -> bool:
         del patience, whole
         try:
             with open_file(self.path / name) as file:
+                # It may also be written in place.
+                states = [_state_of(file)]
                 file.seek(start)
                 while memory and (count := file.readinto(memory)):
                     memory = memory[count:]
+                states.append(_state_of(file))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
             raise StoreError(f"cannot read {name} in {self.url}: {error}") from error
+        if validator is not None:
+            for state in states:
+                validator.check(state, name, self.url)
         if memory:
             raise PayloadError(f"{name} in {self.url} ends {len(memory)} bytes too early")
         return True
@@ -398,43 +458,61 @@ class RemoteObjects(Objects):
         return None if found == tag else Found(data, found)
 
     def read(
-        self, name: str, start: int, memory: memoryview, patience: Patience, *, whole: bool
+        self,
+        name: str,
+        start: int,
+        memory: memoryview,
+        patience: Patience,
+        *,
+        whole: bool,
+        validator: Validator | None = None,
     ) -> bool:
-        done = 0
+        done, validator = 0, validator or Validator()
         while done < len(memory):
             begins, before = start + done, done
             options: Any = None
             if begins or not whole:
                 options = {"range": (begins, start + len(memory))}
             try:
-                for part in self._stream(name, options, len(memory)):
+                for part in self._stream(name, options, len(memory), validator):
                     memory[done : done + len(part)] = part
                     done += len(part)
                 if done < len(memory):
                     raise PayloadError(f"{name} in {self.url} ends after {start + done} bytes")
+            except ReplacedError:
+                raise
             except (self._errors.NotFoundError, FileNotFoundError):
                 return False
-            except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
-                raise self._failed("read", name, error) from error
             except (self._errors.BaseError, OSError) as error:
                 # Resumed where it broke; a place that brings nothing may not be the only one.
                 if done == before or not patience.pause():
                     raise self._failed("read", name, error) from error
         return True
 
-    def _stream(self, name: str, options: Any, nbytes: int) -> Iterator[memoryview]:
+    def _stream(
+        self, name: str, options: Any, nbytes: int, validator: Validator
+    ) -> Iterator[memoryview]:
         """Return the bytes of an object as they come, ``nbytes`` of them at most."""
         result = self._api.get(self._store, name, options=options)
+        found = result.meta
+        tag = found["e_tag"] or found["last_modified"]
+        validator.check((tag, found["size"]), name, self.url)
+        if self._of_web_server:
+            validator.coarse = time.time() - found["last_modified"].timestamp() < _COARSE_FOR
         if options is None and result.meta["size"] != nbytes:
             raise PayloadError(
                 f"{name} in {self.url} has {result.meta['size']} bytes, and {nbytes} were agreed"
             )
         left = nbytes
-        for part in result.stream(min_chunk_size=_PIECE):
-            left -= len(part)
-            if left < 0:
-                raise PayloadError(f"{name} in {self.url} has more bytes than agreed")
-            yield memoryview(part)
+        try:
+            for part in result.stream(min_chunk_size=_PIECE):
+                left -= len(part)
+                if left < 0:
+                    raise PayloadError(f"{name} in {self.url} has more bytes than agreed")
+                yield memoryview(part)
+        except self._errors.PreconditionError:
+            # obstore has resumed it, and found another state.
+            validator.check(None, name, self.url)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
         self._put(name, data, "overwrite")
