@@ -6,7 +6,7 @@ import hashlib
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -94,10 +94,53 @@ def test_where_all_are_at_work_one_more_is_refused(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_SILENCE", 60.0)
+    monkeypatch.setattr(web, "_STALLED", 60.0)
     with ExitStack() as stack:
-        for _ in range(4):
-            peer = stack.enter_context(socket.create_connection(address, timeout=10))
-            peer.sendall(f"GET {NAME} HTTP/1.1\r\n\r\n".encode())
-            assert peer.recv(4) == b"HTTP"
+        hold_all(address, stack)
         with socket.create_connection(address, timeout=10) as another:
             assert another.recv(1) == b""
+
+
+def hold_all(address: tuple[str, int], stack: ExitStack) -> None:
+    """Take all places with connections that ask for an object and read nothing of it."""
+    for _ in range(4):
+        peer = stack.enter_context(socket.create_connection(address, timeout=10))
+        peer.sendall(f"GET {NAME} HTTP/1.1\r\n\r\n".encode())
+        assert peer.recv(4) == b"HTTP"
+
+
+def test_a_reader_is_served_beside_peers_that_take_nothing(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_SILENCE", 60.0)
+    monkeypatch.setattr(web, "_STALLED", 0.0)
+    with ExitStack() as stack:
+        hold_all(address, stack)
+        assert head_of(address) == b"head"
+
+
+INNER = b"GET /HEAD HTTP/1.1\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        f"Content-Length: {len(INNER)}",
+        f"Content-Length: 0\r\nContent-Length: {len(INNER)}",
+        "Transfer-Encoding: chunked",
+        f"Content-Length : {len(INNER)}",
+        f'If-None-Match: "x"\r\nContent-Length: {len(INNER)}',
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_the_body_of_a_request_is_not_the_next_request(
+    address: tuple[str, int], method: str, lines: str
+) -> None:
+    with socket.create_connection(address, timeout=10) as peer:
+        peer.sendall(f"{method} /HEAD HTTP/1.1\r\n{lines}\r\n\r\n".encode() + INNER)
+        answers = b""
+        with suppress(ConnectionError):
+            while part := peer.recv(1 << 12):
+                answers += part
+    assert answers.count(b"HTTP/1.1 ") <= 1
+    assert b"\r\n\r\nhead" not in answers

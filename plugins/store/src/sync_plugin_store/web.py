@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import resource
+import select
 import socket
 import sys
 import threading
@@ -33,6 +34,8 @@ _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 _SILENCE = 60.0
 # A peer that takes an object more slowly loses its connection, in bytes a second.
 _SLOWEST = 1 << 16
+# Beyond the most connections, one that has taken less for this long gives up its place, in seconds.
+_STALLED = 0.5
 # The most connections, if the process may have so many files. Each takes a thread and two files.
 _MOST = 256
 _OTHER_FILES = 64
@@ -63,7 +66,21 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its base names it so
         """Write nothing: readers look several times a second."""
 
+    def _has_body(self) -> bool:
+        """Return whether bytes follow the request that are not the next one."""
+        lengths = self.headers.get_all("Content-Length", [])
+        return bool(
+            self.headers.get("Transfer-Encoding")
+            or any(length.strip() != "0" for length in lengths)
+            # Lines that are not headers to this parser, and may be to a proxy.
+            or self.headers.defects
+            or self.headers.get_payload()
+        )
+
     def _answer(self, *, body: bool) -> None:
+        if self._has_body():
+            self._begin(400, 0, {"Connection": "close"})
+            return
         found = _SERVED.fullmatch(self.path)
         try:
             if found is None:
@@ -101,10 +118,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._begin(status, stop - start, headers)
             if body and start < stop:
                 self.wfile.flush()
-                # By the kernel, which copies nothing through this process.
-                sent = self.connection.sendfile(file, start, stop - start)
-                # A file that was cut short meanwhile.
-                self.close_connection |= sent < stop - start
+                self._send(file.fileno(), start, stop)
+
+    def _send(self, file: int, start: int, stop: int) -> None:
+        """Send a part of a file by the kernel, which copies nothing through this process."""
+        writable, taken = select.poll(), 0
+        writable.register(self.connection, select.POLLOUT)
+        while start < stop:
+            try:
+                sent = os.sendfile(self.connection.fileno(), file, start, stop - start)
+            except BlockingIOError:
+                if writable.poll(1000 * _SILENCE):
+                    continue
+                sent = 0
+            if not sent:
+                # A peer that takes nothing, or a file that was cut short meanwhile.
+                self.close_connection = True
+                return
+            start, taken = start + sent, taken + sent
+            if taken >= _STALLED * _SLOWEST:
+                taken = 0
+                self.server.takes(self.connection)
 
     def _begin(self, status: int, nbytes: int, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
@@ -118,7 +152,8 @@ class RunServer(ThreadingHTTPServer):
     """Serves a run to readers, and nothing else of its directory.
 
     Connections have a limit, so that peers which keep theirs open do not use up the files that this
-    process may have. One more closes the one that has been idle for longest, or is refused.
+    process may have. One more closes the one that has been idle for longest, else the one that has
+    taken too little of an object for longest, or is refused.
 
     Args:
         directory: the directory of the run.
@@ -127,12 +162,16 @@ class RunServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    # Connections that come while others are accepted.
+    request_queue_size = 128
 
     def __init__(self, directory: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         self.directory = directory
         # The deadlines of connections, and since when they are idle.
         self._deadlines: dict[socket.socket, float] = {}
         self._idle: dict[socket.socket, float] = {}
+        # Those that take an object, since when they took the last part; the oldest first.
+        self._taking: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
@@ -158,30 +197,44 @@ class RunServer(ThreadingHTTPServer):
         with self._lock:
             self._deadlines[connection] = now + seconds
             self._idle.pop(connection, None)
-            if idle:
-                self._idle[connection] = now
+            self._taking.pop(connection, None)
+            (self._idle if idle else self._taking)[connection] = now
+
+    def takes(self, connection: socket.socket) -> None:
+        """Note that a connection has taken a part of an object."""
+        with self._lock:
+            if self._taking.pop(connection, None) is not None:
+                self._taking[connection] = time.monotonic()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection's requests in a thread, if there is room for one more."""
         with self._lock:
             full = len(self._deadlines) >= self._most
             # Its thread ends soon, and the files that are left over are enough until then.
-            oldest = next(iter(self._idle), None) if full else None
-            if oldest is not None:
-                del self._idle[oldest]
-        if oldest is not None:
-            _hang_up(oldest)
+            replaced = self._least_needed() if full else None
+        if replaced is not None:
+            _hang_up(replaced)
         elif full:
             self.shutdown_request(request)
             return
         self.expect(request, _SILENCE, idle=True)
         super().process_request(request, client_address)
 
+    def _least_needed(self) -> socket.socket | None:
+        """Take out the connection that makes room for one more; None where all are at work."""
+        for found, least in ((self._idle, 0.0), (self._taking, _STALLED)):
+            oldest = next(iter(found), None)
+            if oldest is not None and time.monotonic() - found[oldest] >= least:
+                del found[oldest]
+                return oldest
+        return None
+
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
         with self._lock:
             self._deadlines.pop(request, None)
             self._idle.pop(request, None)
+            self._taking.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
