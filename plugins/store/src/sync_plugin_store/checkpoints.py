@@ -21,7 +21,7 @@ from sync_plugin_store.chunks import Chunk, Chunks, cuts_of
 from sync_plugin_store.errors import ReplacedError, StoreError
 from sync_plugin_store.format import Piece
 from sync_plugin_store.holdings import Wanted
-from sync_plugin_store.objects import Objects, Patience, Validator, open_objects
+from sync_plugin_store.objects import MAX_HEADER_BYTES, Objects, Patience, Validator, open_objects
 from sync_plugin_store.parts import Parts, Plan, Range, is_divided, parts_of
 
 __all__ = ["load_checkpoint"]
@@ -30,8 +30,6 @@ _T = TypeVar("_T")
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
-# As that of safetensors itself, in bytes.
-_LONGEST_HEADER = 100_000_000
 # After this, a file that is written again has another time in seconds, in seconds.
 _NEXT_SECOND = 1.1
 
@@ -238,7 +236,7 @@ class _Files:
 
     def _header(self, file: str) -> Layout:
         length = int.from_bytes(self._bytes(file, 0, 8), "little")
-        if length > _LONGEST_HEADER:
+        if length > MAX_HEADER_BYTES:
             raise PayloadError(f"{file} in {self._objects.url} is not a file of safetensors")
         return Layout.from_header(bytes(self._bytes(file, 0, 8 + length)))
 

@@ -46,6 +46,8 @@ _BEYOND = 1 << 63
 # More pieces, or versions, than these make a manifest or a head that takes long to read.
 _MOST_PIECES = 1_000_000
 MOST_VERSIONS = 10_000
+# Lists and objects of a record beside those with a digest.
+_CONTAINERS = 100
 # As many ranks as no trainer has.
 _MOST_RANKS = 100_000
 #: The most that the list of what all ranks hold may take, in bytes.
@@ -361,6 +363,9 @@ def read_json(data: bytes, what: str, formats: Sequence[int]) -> dict[str, Any]:
     Raises:
         PayloadError: it is something else, or of another format.
     """
+    # Each takes 60 bytes of memory and more: those of other records have a digest.
+    if data.count(b"[") + data.count(b"{") > _CONTAINERS + len(data) // 64:
+        raise PayloadError(f"{what} has too many lists for its {len(data)} bytes")
     try:
         content = json.loads(data)
     except (ValueError, RecursionError) as error:

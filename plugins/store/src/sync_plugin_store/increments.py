@@ -12,7 +12,6 @@ import torch
 
 from sync_core import Layout, Payload, TensorSpec
 from sync_core.errors import PayloadError
-from sync_core.transports import Block
 from sync_plugin_scale import Increments
 from sync_plugin_scale.increments.history import History, Packed, described
 from sync_plugin_scale.increments.patch import INCREMENT, Patch
@@ -80,20 +79,18 @@ class IncrementReader:
         """Return whether a version needs its base, since what is kept is older."""
         return manifest.base > 0 and not manifest.base <= self.version <= manifest.version
 
-    def make(self, chain: Sequence[Manifest], blocks: Sequence[Block], since: float) -> Payload:
+    def make(self, chain: Sequence[Manifest], payloads: Sequence[Payload]) -> Payload:
         """Return a version, whole.
 
         Args:
             chain: the version, last, and those that it needs.
-            blocks: what has been read of each.
-            since: when the version became known (`time.perf_counter`).
+            payloads: what has been read of each.
 
         Raises:
             PayloadError: they do not fit each other; nothing is kept.
         """
         whole: Payload | None = None
-        for manifest, block in zip(chain, blocks, strict=True):
-            payload = Payload.unpack(block, manifest.version, since=since)
+        for manifest, payload in zip(chain, payloads, strict=True):
             if manifest.base:
                 whole = self._apply(manifest, payload)
             else:

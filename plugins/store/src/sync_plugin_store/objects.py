@@ -27,6 +27,7 @@ from sync_plugin_store.errors import ConflictError, ReplacedError, StoreError
 
 __all__ = [
     "LONGEST_RECORD",
+    "MAX_HEADER_BYTES",
     "Found",
     "Listed",
     "Objects",
@@ -38,6 +39,8 @@ __all__ = [
 
 #: Longer records (HEAD, manifests) are refused, in bytes.
 LONGEST_RECORD = 1 << 24
+#: Longer headers of safetensors are refused, as by safetensors itself, in bytes.
+MAX_HEADER_BYTES = 100_000_000
 # Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
 _PIECE = 1 << 20
 # A file of a web server that was written so lately, in seconds, may be written again within the

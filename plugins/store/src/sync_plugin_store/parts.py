@@ -13,8 +13,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
-from typing import TYPE_CHECKING, Any, Self
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from sync_plugin_store.holdings import Copy, JoinedHoldings, Wanted
 
 if TYPE_CHECKING:
     from sync_plugin_store.reader import RunReader
+
+_T = TypeVar("_T")
 
 __all__ = ["PartFetch", "Parts", "Plan", "Range", "Source", "is_divided", "parts_of"]
 
@@ -233,9 +235,10 @@ class Plan:
         kinds: name, dtype and shape of each tensor that is written.
         copies: where its parts lie.
         aliases: pairs of the name of a tied tensor and the name of the one that is written.
+        most_nbytes: of what is read, in bytes.
 
     Raises:
-        PayloadError: the version does not have that.
+        PayloadError: the version does not have that, or has more.
     """
 
     def __init__(
@@ -244,6 +247,8 @@ class Plan:
         kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
         copies: Iterable[Copy],
         aliases: tuple[tuple[str, str], ...] = (),
+        *,
+        most_nbytes: int = sys.maxsize,
     ) -> None:
         for source in sources.values():
             needed, there = source.layout.body_nbytes, source.chunks.begins[-1]
@@ -260,6 +265,11 @@ class Plan:
         every = [*kinds, *((spec.name, spec.dtype, spec.shape) for spec in extras)]
         #: The layout of what is read.
         self.layout = Layout.of_kinds(every, aliases)
+        if self.layout.nbytes > most_nbytes:
+            raise PayloadError(
+                f"the version has {self.layout.nbytes} bytes, and there is reason for "
+                f"{most_nbytes} at most"
+            )
         self.block = Block.allocate(self.layout.nbytes)
         self.block.write_header(self.layout)
         # For what is left of runs.
@@ -372,7 +382,7 @@ class PartFetch:
         reader: the run.
         pool: where objects are read.
         manifest: the version.
-        notify: called by other threads whenever something has come, or cannot come.
+        notify: called by other threads when files are open, and when all has come or cannot come.
         parts: what is wanted; None for all of a version that ranks wrote together.
     """
 
@@ -400,6 +410,7 @@ class PartFetch:
         # For the list of what is read, and the files that have been opened.
         self._lock = threading.Lock()
         self._reading: list[Future[None]] = []
+        self._failed = False
         self._submit(self._begin)
 
     @property
@@ -429,17 +440,34 @@ class PartFetch:
             reading = list(self._reading)
         failure = _failure(future for future in reading if future.done())
         if failure is not None:
-            for other in reading:
-                other.cancel()
             raise failure
         assert self._plan is not None
         return self._plan.block
 
-    def _submit(self, call: Callable[..., None], *args: Any) -> None:
-        future = self._pool.submit(call, *args)
+    def _submit(self, call: Callable[[], None]) -> None:
+        future = self._pool.submit(call)
         with self._lock:
             self._reading.append(future)
         future.add_done_callback(lambda _: self._notify())
+
+    def _submit_each(self, call: Callable[[_T], None], each: Sequence[_T]) -> None:
+        """Have a function called with each of what may be very many, as many as read at a time."""
+        todo = iter(each)
+
+        def work() -> None:
+            while not self._failed:
+                with self._lock:
+                    found = list(islice(todo, 1))
+                if not found:
+                    return
+                try:
+                    call(found[0])
+                except BaseException:
+                    self._failed = True
+                    raise
+
+        for _ in range(min(self._reader.streams, len(each))):
+            self._submit(work)
 
     def _begin(self) -> None:
         """Find out which files are needed, and have them opened."""
@@ -461,8 +489,7 @@ class PartFetch:
             self._copies = joined.copies(self._wanted)
             # The first rank's has the extras.
             self._needed = sorted({0, *(each.file for each in self._copies)})
-        for number in self._needed:
-            self._submit(self._open, number)
+        self._submit_each(self._open, self._needed)
 
     def _open(self, number: int) -> None:
         """Read the header and the list of chunks of a file; after the last, have the rest read."""
@@ -481,8 +508,7 @@ class PartFetch:
             complete = len(self._sources) == len(self._needed)
         if complete:
             self._plan = plan = self._planned()
-            for each in plan.ranges:
-                self._submit(self._read, each)
+            self._submit_each(self._read, plan.ranges)
 
     def _planned(self) -> Plan:
         if self._joined is None:
@@ -494,7 +520,8 @@ class PartFetch:
         ]
         aliases = layout.aliases if self._parts is None else ()
         sources = {number: self._sources[number] for number in self._needed}
-        return Plan(sources, kinds, self._copies, aliases)
+        most_nbytes = self._reader.most_nbytes
+        return Plan(sources, kinds, self._copies, aliases, most_nbytes=most_nbytes)
 
     def _read(self, each: Range) -> None:
         chunks = self._sources[each.file].chunks

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from sync_core import ClosedError, Layout
+from sync_core import ClosedError, Layout, Payload
 from sync_core.errors import PayloadError, SenderLostError
 from sync_core.transports import Block
 from sync_plugin_store.chunks import Chunk
@@ -24,7 +25,7 @@ from sync_plugin_store.format import (
     manifest_name,
     object_name,
 )
-from sync_plugin_store.objects import Objects, Patience
+from sync_plugin_store.objects import MAX_HEADER_BYTES, Objects, Patience
 
 if TYPE_CHECKING:
     from sync_plugin_store.holdings import JoinedHoldings
@@ -35,6 +36,10 @@ __all__ = ["ChainFetch", "Fetch", "GoneError", "RunReader", "notify"]
 _log = logging.getLogger("sync_core")
 # How long a place that has failed is asked after the others, in seconds.
 _AVOIDED = 10.0
+# The memory that a reader takes for each byte of a header or a list, which are JSON, and for each
+# piece of a manifest, in bytes.
+_FOR_JSON = 16
+_FOR_PIECE = 256
 
 
 class GoneError(PayloadError):
@@ -55,6 +60,7 @@ class RunReader:
         stale_after: how long a place may have an older head than before, as caches have, in
             seconds.
         streams: how many objects are read at a time.
+        most_nbytes: the memory that there is reason for, in bytes; without it, any.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class RunReader:
         public: str,
         run: str | None = None,
         *,
+        most_nbytes: int = sys.maxsize,
         timeout: float = 60.0,
         stale_after: float = 300.0,
         streams: int = 8,
@@ -70,6 +77,8 @@ class RunReader:
         self._sources = list(sources)
         self._public = public
         self.run = run
+        self.most_nbytes = most_nbytes
+        self.streams = streams
         self._timeout = timeout
         self._stale_after = stale_after
         self._turn = -1
@@ -158,6 +167,45 @@ class RunReader:
                     f"the manifest of version {version} cannot be read from "
                     f"{self._sources[0].url}: {reason}"
                 )
+
+    @property
+    def most_pieces(self) -> int:
+        """The most pieces that the manifests in memory may have together."""
+        return self.most_nbytes // _FOR_PIECE
+
+    def check_size(self, chain: Sequence[Manifest]) -> None:
+        """Check how much memory versions take, before any is taken.
+
+        Args:
+            chain: the version, last, and those that it needs.
+
+        Raises:
+            PayloadError: a version, a list in it, or all manifests take more than there is reason
+                for.
+        """
+        pieces = 0
+        for each in chain:
+            listed = sum(file.pieces[0].nbytes for file in each.files)
+            listed += sum(p.nbytes for p in each.objects) - each.nbytes
+            pieces += len(each.objects)
+            needed = max(each.nbytes, _FOR_JSON * listed, _FOR_PIECE * pieces)
+            if needed > self.most_nbytes:
+                raise PayloadError(
+                    f"version {each.version} has {each.nbytes} bytes in {len(each.objects)} "
+                    f"objects, which take {needed} bytes, and there is reason for "
+                    f"{self.most_nbytes} at most"
+                )
+
+    def unpack(self, block: Block, version: int, since: float) -> Payload:
+        """Return a version that has been read.
+
+        Raises:
+            PayloadError: it is not one, or has a header that takes too much memory.
+        """
+        length = int.from_bytes(block.memory[:8].numpy().tobytes(), "little")
+        if _FOR_JSON * length > self.most_nbytes:
+            raise PayloadError(f"version {version} has a header of {length} bytes")
+        return Payload.unpack(block, version, since=since)
 
     def read_record(self, name: str, digest: str) -> bytes | None:
         """Return a small object from the first place that has it; None where it is gone.
@@ -313,6 +361,8 @@ class RunReader:
         while 0 < manifest.base < manifest.version:
             manifest = self.manifest(manifest.base)
         first = manifest.pieces[0]
+        if first.nbytes > MAX_HEADER_BYTES:
+            raise PayloadError(f"version {manifest.version} has a header of {first.nbytes} bytes")
         header = bytearray(first.nbytes)
         self.read_piece(first, memoryview(header), manifest.version)
         return Layout.from_header(bytes(header)).plain
@@ -396,7 +446,7 @@ class Fetch:
         reader: the run.
         pool: where objects are read.
         manifest: the version.
-        notify: called by other threads whenever an object has come, or cannot come.
+        notify: called by other threads when all have come, or one cannot come.
     """
 
     def __init__(
@@ -410,15 +460,34 @@ class Fetch:
         self._reader = reader
         self.block = Block.allocate(manifest.nbytes)
         self.began = time.perf_counter()
-        memory = self.block.memory.numpy().data
+        self._pieces = self._parts()
+        # For the pieces that no thread has taken yet.
+        self._lock = threading.Lock()
+        self._cancelled = False
         self._reading: list[Future[None]] = []
-        begin = 0
-        for piece in manifest.pieces:
-            part = memory[begin : begin + piece.nbytes]
-            begin += piece.nbytes
-            future = pool.submit(reader.read_piece, piece, part, manifest.version)
+        # As many as read at a time, and not one for each of what may be very many pieces.
+        for _ in range(min(reader.streams, len(manifest.pieces))):
+            future = pool.submit(self._read)
             future.add_done_callback(lambda _: notify())
             self._reading.append(future)
+
+    def _parts(self) -> Iterator[tuple[Piece, memoryview]]:
+        memory, begin = self.block.memory.numpy().data, 0
+        for piece in self.manifest.pieces:
+            yield piece, memory[begin : begin + piece.nbytes]
+            begin += piece.nbytes
+
+    def _read(self) -> None:
+        while not self._cancelled:
+            with self._lock:
+                piece, part = next(self._pieces, (None, None))
+            if piece is None or part is None:
+                return
+            try:
+                self._reader.read_piece(piece, part, self.manifest.version)
+            except BaseException:
+                self._cancelled = True
+                raise
 
     @property
     def ended(self) -> bool:
@@ -441,6 +510,7 @@ class Fetch:
 
     def cancel(self) -> None:
         """Read no object that is not on its way yet."""
+        self._cancelled = True
         for future in self._reading:
             future.cancel()
 

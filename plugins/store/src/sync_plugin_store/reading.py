@@ -6,10 +6,13 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import Future
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from sync_core import Answer, Layout, Payload, ReceiverTransport, SenderLostError, TransportContext
+from sync_core import Answer, Payload, ReceiverTransport, SenderLostError
 from sync_core.errors import PayloadError
+from sync_core.transports import uninterrupted
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.format import Head, Manifest
 from sync_plugin_store.reader import ChainFetch, GoneError, RunReader, notify
@@ -21,13 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["ReadingReceiver"]
 
 _log = logging.getLogger("sync_core")
+# How long a call waits for manifests in a directory, beyond its deadline, in seconds.
+_NEAR = 1.0
+# Of the memory that there is reason for: what is read of a chain at a time takes one part of so
+# many, beside the version that is kept and its copies.
+_SHARE = 4
 
 
 class ReadingReceiver(ReceiverTransport):
     """Reads the versions of a run, and leaves nothing.
 
     Args:
-        context: what the core knows.
         reader: the run.
         version: the version to keep to; 0 for the newest.
         poll: seconds between two looks for a new version.
@@ -35,23 +42,21 @@ class ReadingReceiver(ReceiverTransport):
     """
 
     def __init__(
-        self,
-        context: TransportContext,
-        reader: RunReader,
-        *,
-        version: int,
-        poll: float,
-        parts: Parts | None = None,
+        self, reader: RunReader, *, version: int, poll: float, parts: Parts | None = None
     ) -> None:
-        layout = Layout(()) if context.layout is None else context.layout
-        self._most_nbytes = layout.most_nbytes
         self._reader = reader
         self._parts = parts
         self._pinned = version
         self._poll = poll
         self._next_look = 0.0
+        # The look that is under way.
+        self._looking: Future[ChainFetch | PartFetch | None] | None = None
         self._seen = 0
         self._fetch: ChainFetch | PartFetch | None = None
+        # What that leads to: the version, where it needs more than can be in memory at a time.
+        self._target = 0
+        # The version that could not be read, and why.
+        self._failure: tuple[int, Exception] | None = None
         # Made with the first increment, or version on which one may build.
         self._increments: IncrementReader | None = None
         # Of the versions that are kept: what was read of them, and those that could not be read.
@@ -66,7 +71,7 @@ class ReadingReceiver(ReceiverTransport):
         deadline = time.monotonic() + timeout
         while True:
             if self._fetch is None:
-                self._look()
+                self._look_until(deadline)
             payload = self._finish(deadline)
             if payload is not None:
                 return payload
@@ -90,95 +95,148 @@ class ReadingReceiver(ReceiverTransport):
         if os.getpid() == self._process:
             self._reader.close()
 
-    def _look(self) -> None:
+    def _look_until(self, deadline: float) -> None:
+        """Look for a version that was not seen, and begin to fetch it, on another thread.
+
+        A server that does not answer, or a long chain of versions, does not hold up the caller.
+        """
+        if self._looking is None:
+            if time.monotonic() < self._next_look:
+                return
+            self._next_look = time.monotonic() + self._poll
+            if self._reader.near and self._failure is None:
+                # Without a thread, as that costs more than the look.
+                head = self._reader.look()
+                if head is None or not self._news(head):
+                    return
+                deadline = max(deadline, time.monotonic() + _NEAR)
+            with uninterrupted():
+                self._looking = Future()
+                thread = threading.Thread(
+                    target=self._run_look,
+                    args=(self._looking,),
+                    name="sync-store-look",
+                    daemon=True,
+                )
+                thread.start()
+        looking = self._looking
+        with self._changed:
+            left = max(0.0, deadline - time.monotonic())
+            self._changed.wait_for(lambda: looking.done() or self._woken, left)
+        if looking.done():
+            self._looking = None
+            self._fetch = looking.result()
+
+    def _run_look(self, looking: Future[ChainFetch | PartFetch | None]) -> None:
+        try:
+            looking.set_result(self._look())
+        except BaseException as error:
+            looking.set_exception(error)
+        notify(self._changed)
+
+    def _look(self) -> ChainFetch | PartFetch | None:
         """Begin to fetch the newest version, if there is one that was not seen."""
-        if time.monotonic() < self._next_look:
-            return
-        self._next_look = time.monotonic() + self._poll
-        head = self._reader.look()
-        if head is None:
-            return
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            return self._replace(*failure)
+        head = self._reader.head if self._reader.near else self._reader.look()
+        if head is None or not self._news(head):
+            return None
         version = self._pinned or head.version
-        if version <= self._seen:
-            self._check_open(head)
-            return
         self._manifests = {v: m for v, m in self._manifests.items() if v in head.versions}
         self._broken.clear()
         try:
             if self._parts is None or self._pinned:
-                self._begin(self._chain(version))
-            else:
-                chain = self._newest(head)
-                self._begin(chain)
-                if not chain:
-                    self._check_open(head)
+                return self._begin(self._chain(version))
+            chain = self._newest(head)
+            if not chain:
+                self._check_open(head)
+            return self._begin(chain)
         except GoneError:
             if self._pinned:
                 raise
             self._next_look = 0.0
+            return None
         except PayloadError as error:
-            self._replace(version, error)
+            return self._replace(version, error)
+
+    def _news(self, head: Head) -> bool:
+        """Return whether there is a version that was not seen; see `_check_open`."""
+        news = (self._pinned or head.version) > self._seen
+        if not news:
+            self._check_open(head)
+        return news
 
     def _check_open(self, head: Head) -> None:
         """Raise `SenderLostError` where no version follows."""
         if head.closed and not self._pinned:
             raise SenderLostError(f"the trainer has closed its sender after version {head.version}")
 
-    def _begin(self, chain: list[Manifest]) -> None:
-        """Begin to fetch a version, last, and those that it needs."""
-        for each in chain:
-            if each.nbytes > self._most_nbytes:
-                self._seen = chain[-1].version
-                raise PayloadError(
-                    f"version {each.version} has {each.nbytes} bytes, and there is reason for "
-                    f"{self._most_nbytes} at most"
-                )
+    def _begin(self, chain: list[Manifest]) -> ChainFetch | PartFetch | None:
+        """Begin to fetch a version, last, and as many of those that it needs as fit in memory."""
         if not chain:
-            return
+            return None
+        self._target = chain[-1].version
+        try:
+            self._reader.check_size(chain)
+        except PayloadError:
+            self._seen = self._target
+            raise
         if self._parts is None and not chain[-1].ranks:
-            self._fetch = self._reader.fetch_chain(chain, lambda: notify(self._changed))
-        else:
-            self._fetch = self._reader.fetch_parts(
-                chain[-1], lambda: notify(self._changed), self._parts
-            )
+            sizes = accumulate(each.nbytes for each in chain)
+            count = sum(size <= self._reader.most_nbytes // _SHARE for size in sizes)
+            return self._reader.fetch_chain(chain[: max(1, count)], lambda: notify(self._changed))
+        return self._reader.fetch_parts(chain[-1], lambda: notify(self._changed), self._parts)
 
-    def _replace(self, version: int, error: Exception) -> None:
+    def _replace(self, version: int, error: Exception) -> ChainFetch | PartFetch | None:
         """Fetch the newest version that does without what could not be read, or raise the error."""
         head = self._reader.head
         chain = [] if head is None or self._pinned else self._newest(head)
         if not chain:
             raise PayloadError(str(error)) from error
         _log.warning("version %d is read instead of %d: %s", chain[-1].version, version, error)
-        self._begin(chain)
         self._next_look = 0.0
+        return self._begin(chain)
 
     def _newest(self, head: Head) -> list[Manifest]:
         """Return the newest version that can be read, last, and those that it needs."""
         for version in sorted(head.versions, reverse=True):
             if version <= self._seen:
                 break
-            if version in self._broken:
-                continue
             try:
                 chain = self._chain(version)
             except PayloadError:
                 continue  # a base is gone or cannot be read
             # No part of an increment can be read.
-            divided = self._parts is not None and chain[-1].base
-            if not divided and self._broken.isdisjoint(each.version for each in chain):
+            if self._parts is None or not chain[-1].base:
                 return chain
         return []
 
     def _chain(self, version: int) -> list[Manifest]:
         """Return a version, last, and those that it needs before it."""
         chain = [self._manifest(version)]
+        pieces = len(chain[0].objects)
         if self._parts is not None:
             return chain
-        while self._needs_base(chain[-1]):
-            base = chain[-1].base
-            if base >= chain[-1].version:
-                raise PayloadError(f"version {chain[-1].version} cannot build on version {base}")
-            chain.append(self._manifest(base))
+        try:
+            while self._needs_base(chain[-1]):
+                base = chain[-1].base
+                if base >= chain[-1].version:
+                    raise PayloadError(
+                        f"version {chain[-1].version} cannot build on version {base}"
+                    )
+                chain.append(self._manifest(base))
+                pieces += len(chain[-1].objects)
+                if pieces > self._reader.most_pieces:
+                    raise PayloadError(f"version {version} and its bases have {pieces} objects")
+            if chain[1:] and not (chain[-1].base or chain[-1].anchor):
+                raise PayloadError(
+                    f"version {chain[-2].version} builds on version {chain[-1].version}, which is "
+                    "not an anchor"
+                )
+        except PayloadError:
+            self._broken.update(each.version for each in chain)
+            raise
         return chain[::-1]
 
     def _needs_base(self, manifest: Manifest) -> bool:
@@ -187,13 +245,20 @@ class ReadingReceiver(ReceiverTransport):
         return self._increments is None or self._increments.needs(manifest)
 
     def _manifest(self, version: int) -> Manifest:
+        if version in self._broken:
+            raise PayloadError(f"version {version} cannot be read")
         found = self._manifests.get(version)
         if found is None:
             try:
-                found = self._manifests[version] = self._reader.manifest(version)
+                found = self._reader.manifest(version)
             except PayloadError:
                 self._broken.add(version)
                 raise
+            if sum(len(each.objects) for each in self._manifests.values()) > (
+                self._reader.most_pieces
+            ):
+                self._manifests.clear()
+            self._manifests[version] = found
         return found
 
     def _finish(self, deadline: float) -> Payload | None:
@@ -217,24 +282,32 @@ class ReadingReceiver(ReceiverTransport):
             return None
         except (PayloadError, StoreError) as error:
             self._broken.add(fetch.broken or version)
-            self._replace(version, error)
+            # The next look finds another.
+            self._failure, self._next_look = (version, error), 0.0
+            return None
+        if version != self._target:
+            # Kept, for what follows in the chain.
+            payload.release()
+            self._next_look = 0.0
             return None
         self._seen = version
         return payload
 
     def _make(self, fetch: ChainFetch | PartFetch) -> Payload:
         """Return a version, whole, or its parts."""
-        if isinstance(fetch, ChainFetch):
-            blocks = fetch.result()
-            chain = [each.manifest for each in fetch.fetches]
-            if self._increments is None and any(each.anchor or each.base for each in chain):
-                # Loads the increments of scale, for which others need not wait.
-                from sync_plugin_store.increments import IncrementReader
-
-                self._increments = IncrementReader()
-            if self._increments is not None:
-                return self._increments.make(chain, blocks, fetch.began)
-            (block,) = blocks
-        else:
+        if not isinstance(fetch, ChainFetch):
             block = fetch.result()
-        return Payload.unpack(block, fetch.manifest.version, since=fetch.began)
+            return Payload.unpack(block, fetch.manifest.version, since=fetch.began)
+        chain = [each.manifest for each in fetch.fetches]
+        payloads = [
+            self._reader.unpack(block, manifest.version, fetch.began)
+            for manifest, block in zip(chain, fetch.result(), strict=True)
+        ]
+        if self._increments is None and any(each.anchor or each.base for each in chain):
+            # Loads the increments of scale, for which others need not wait.
+            from sync_plugin_store.increments import IncrementReader
+
+            self._increments = IncrementReader()
+        if self._increments is not None:
+            return self._increments.make(chain, payloads)
+        return payloads[0]

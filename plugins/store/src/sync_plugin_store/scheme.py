@@ -385,29 +385,29 @@ def _check_rank(holding: Holding, options: StoreOptions) -> None:
 
 def _receiver(context: TransportContext, options: StoreOptions) -> ReceiverTransport:
     endpoint: StoreEndpoint = context.endpoint
-    sources = open_all(endpoint.urls, context.timeout)
+    # A call that waits for the whole timeout learns why a place has failed.
+    sources = open_all(endpoint.urls, context.timeout / 2)
     if not sources:
         raise OptionError("the address of a run must have a URL; type sender.address()")
+    parts = endpoint.parts if isinstance(endpoint, PartsEndpoint) else None
+    # A receiver of parts reads them out of versions of the whole layout.
+    layout = context.layout if parts is None else parts.layout
     reader = RunReader(
         sources,
         endpoint.key,
         endpoint.run or None,
+        most_nbytes=(Layout(()) if layout is None else layout).most_nbytes,
         timeout=context.timeout,
         streams=options.streams,
     )
-    parts = endpoint.parts if isinstance(endpoint, PartsEndpoint) else None
     if parts is not None:
-        # The receiver reads a part of versions of this layout.
         context = replace(context, layout=parts.layout)
     try:
         if not endpoint.answers:
             poll = options.poll_of(sources[0])
-            return ReadingReceiver(
-                context, reader, version=endpoint.version, poll=poll, parts=parts
-            )
+            return ReadingReceiver(reader, version=endpoint.version, poll=poll, parts=parts)
         place = open_objects(endpoint.answers, context.timeout)
-        layout = Layout(()) if context.layout is None else context.layout
-        versions = ReadVersions(reader, layout.most_nbytes, context.timeout, parts)
+        versions = ReadVersions(reader, context.timeout, parts)
         records = store_transport(
             context, RecordStore(place), options.record_options(place), versions
         )

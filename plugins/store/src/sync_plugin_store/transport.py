@@ -222,16 +222,12 @@ class ReadVersions(Versions):
 
     Args:
         reader: the run.
-        most_nbytes: the size of the largest version that there is reason for.
         timeout: how long reading a version may take, in seconds.
         parts: what is read of each version; None for all.
     """
 
-    def __init__(
-        self, reader: RunReader, most_nbytes: int, timeout: float, parts: Parts | None = None
-    ) -> None:
+    def __init__(self, reader: RunReader, timeout: float, parts: Parts | None = None) -> None:
         self._reader = reader
-        self._most_nbytes = most_nbytes
         self._timeout = timeout
         self._parts = parts
 
@@ -246,11 +242,12 @@ class ReadVersions(Versions):
             return None
         try:
             manifest = self._reader.manifest(version)
-            if manifest.nbytes != nbytes or nbytes > self._most_nbytes:
+            if manifest.nbytes != nbytes:
                 raise PayloadError(
-                    f"version {version} has {manifest.nbytes} bytes in its manifest, {nbytes} in "
-                    f"the sender's record, and there is reason for {self._most_nbytes} at most"
+                    f"version {version} has {manifest.nbytes} bytes in its manifest, and {nbytes} "
+                    "in the sender's record"
                 )
+            self._reader.check_size([manifest])
             arrived = threading.Condition()
             fetch: Fetch | PartFetch
             if self._parts is None:

@@ -1,0 +1,150 @@
+"""Whatever a store holds, a reader takes the memory and the time that there is reason for."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.store.linears import fill, model, values
+
+from sync_core import Payload, Receiver, Sender, SyncError, Update
+from sync_core.errors import PayloadError
+from sync_plugin_store import Run, reading
+from sync_plugin_store.format import HEAD, File, Head, Manifest, Piece, digest_of
+from sync_plugin_store.keys import SigningKey
+from sync_plugin_store.objects import Directory
+
+MB = 1 << 20
+
+
+class FalseTrainer:
+    """Writes what it likes into a run, with the run's key."""
+
+    def __init__(self, folder: Path) -> None:
+        self._place = Directory(folder / "run", "run")
+        with Sender(
+            "store", model(1.0, 2), url=str(folder / "run"), key=str(folder / "key.pem")
+        ) as sender:
+            sender.send()
+            self.address = sender.address()
+        self._key = SigningKey.of_file(folder / "key.pem")
+        self.run = self.address.endpoint.run
+
+    def piece(self, data: bytes) -> Piece:
+        digest = digest_of(data)
+        self._place.put(f"objects/{digest}", data)
+        return Piece(digest, len(data))
+
+    def manifest(self, data: bytes) -> str:
+        digest = digest_of(data)
+        self._place.put(f"manifests/{digest}.json", data)
+        return digest
+
+    def publish(self, *manifests: Manifest | bytes) -> None:
+        found = self._place.look(HEAD)
+        assert found is not None
+        head = Head.from_bytes(found.data, self._key.public)
+        versions = {
+            number: self.manifest(each if isinstance(each, bytes) else each.to_bytes())
+            for number, each in enumerate(manifests, 2)
+        }
+        head = replace(head, sequence=9, version=max(versions), versions=versions, closed=False)
+        self._place.swap(HEAD, head.to_bytes(self._key), found.tag)
+
+    def chain(self) -> None:
+        update = Update.of({"weight": torch.zeros(40 * MB, dtype=torch.uint8)})
+        data = Payload(2, update.layout, update.source).to_bytes()
+        header = len(update.layout.header)
+        pieces = self.piece(data[:header]), self.piece(data[header:])
+        self.publish(
+            *(
+                Manifest(
+                    run=self.run,
+                    version=v,
+                    base=v - 1 if v > 2 else 0,
+                    anchor=v == 2,
+                    pieces=pieces,
+                )
+                for v in range(2, 20)
+            )
+        )
+
+    def holdings(self) -> None:
+        listed = self.piece(b"[" + b"[]," * (20 * MB) + b"0]")
+        ranks = (File((self.piece(b"x"),)),)
+        self.publish(Manifest(run=self.run, version=2, ranks=ranks, holdings=listed))
+
+    def header(self) -> None:
+        text = b'{"a":[' + b"[]," * (15 * MB) + b"0]}"
+        pieces = self.piece(len(text).to_bytes(8, "little")), self.piece(text)
+        self.publish(Manifest(run=self.run, version=2, pieces=pieces))
+
+    def lists(self) -> None:
+        made = Manifest(run=self.run, version=2, pieces=(self.piece(b"x"),)).to_bytes()
+        self.publish(made[:-1] + b',"more":[' + b"[]," * (5 * MB) + b"0]}")
+
+    def pieces(self) -> None:
+        one = self.piece(bytes(256))
+        self.publish(Manifest(run=self.run, version=2, pieces=(one,) * 200_000))
+
+
+def peak_nbytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
+@pytest.mark.parametrize("what", ["chain", "holdings", "header", "lists", "pieces"])
+def test_a_false_trainer_takes_no_memory_and_no_time_of_a_reader(tmp_path: Path, what: str) -> None:
+    trainer, copy = FalseTrainer(tmp_path), model(9.0, 2)
+    getattr(trainer, what)()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, begin = peak_nbytes(), time.monotonic()
+    with Receiver(trainer.address, copy, timeout=5.0) as receiver, suppress(SyncError):
+        assert receiver.receive(1.0) is None
+    assert time.monotonic() - begin < 5.0
+    assert peak_nbytes() - before < 260 * MB
+    assert values(copy) == {9.0}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_chain_that_does_not_fit_in_memory_is_read_in_parts(
+    tmp_path: Path, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So that each version of the chain is read for itself.
+    monkeypatch.setattr(reading, "_SHARE", 1 << 60)
+    source, copy = model(0.0), model(9.0)
+    with Sender("store", source, url=str(tmp_path), anchor_every=6) as sender:
+        for version in range(1, 6):
+            with torch.no_grad():
+                source.bias[version] = version
+            sender.send()
+        with Run(str(tmp_path), Run.key_of(sender)) as run:
+            address = run.address(version=4) if pinned else run.address()
+            assert [run.manifest(v).base for v in run.versions()] == [0, 1, 2, 3, 4]
+        with Receiver(address, copy) as receiver:
+            assert receiver.receive(10.0) == (4 if pinned else 5)
+            assert copy.bias[4] == 4.0
+            assert copy.bias[5] == (0.0 if pinned else 5.0)
+            if not pinned:
+                fill(source, 3.0)
+                sender.send()
+                assert receiver.receive(10.0) == 6
+                assert values(copy) == {3.0}
+
+
+def test_an_increment_of_a_version_that_is_not_an_anchor_is_refused(tmp_path: Path) -> None:
+    trainer = FalseTrainer(tmp_path)
+    pieces = (trainer.piece(bytes(64)),)
+    trainer.publish(
+        Manifest(run=trainer.run, version=2, pieces=pieces),
+        Manifest(run=trainer.run, version=3, base=2, pieces=pieces),
+    )
+    with (
+        Receiver(trainer.address, model(9.0, 2)) as receiver,
+        pytest.raises(PayloadError, match="version 2, which is not an anchor"),
+    ):
+        receiver.receive(5.0)
