@@ -176,7 +176,7 @@ def test_no_model_gets_parts_of_two_checkpoints(
             return read(*args, **options)
 
         monkeypatch.setattr(opened, "read", read_or_replace)
-        monkeypatch.setattr(checkpoints, "open_objects", lambda *_: opened)
+        monkeypatch.setattr(checkpoints, "open_objects", lambda *_, **__: opened)
         load_checkpoint(url, Part(half, regions), streams=1)
     assert next(asked) > turn
     assert {value for t in half.values() for value in t.flatten().tolist()} == {2.0}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import socketserver
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +17,10 @@ from tests.store.linears import fill, model, values
 
 from sync_core import Payload, Receiver, Sender, SyncError, Update
 from sync_core.errors import PayloadError
-from sync_plugin_store import Run, reading
+from sync_plugin_store import Run, StoreError, load_checkpoint, reading, serve
 from sync_plugin_store.format import HEAD, File, Head, Manifest, Piece, digest_of
 from sync_plugin_store.keys import SigningKey
-from sync_plugin_store.objects import Directory
+from sync_plugin_store.objects import Directory, open_objects
 
 MB = 1 << 20
 
@@ -148,3 +152,79 @@ def test_an_increment_of_a_version_that_is_not_an_anchor_is_refused(tmp_path: Pa
         pytest.raises(PayloadError, match="version 2, which is not an anchor"),
     ):
         receiver.receive(5.0)
+
+
+class Odd(socketserver.BaseRequestHandler):
+    """Hangs, drips or redirects, and notes that it was asked."""
+
+    server: Any
+
+    def handle(self) -> None:
+        self.request.recv(1 << 12)
+        self.server.asked.append(self.server.how)
+        with suppress(OSError):
+            getattr(self, self.server.how)()
+
+    def hangs(self) -> None:
+        self.server.stopped.wait()
+
+    def drips(self) -> None:
+        self.request.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+        while not self.server.stopped.wait(0.1):
+            self.request.sendall(b"x")
+
+    def redirects(self) -> None:
+        text = f"HTTP/1.1 302 Found\r\nLocation: {self.server.other}/HEAD\r\n"
+        self.request.sendall(f"{text}Content-Length: 0\r\nConnection: close\r\n\r\n".encode())
+
+    loops = redirects
+
+
+@contextmanager
+def server_that(how: str, other: str = "") -> Iterator[tuple[str, list[str]]]:
+    """A server at its URL, and what it was asked; it redirects to another one."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Odd) as made:
+        server: Any = made
+        server.daemon_threads, server.how, server.other = True, how, other
+        server.stopped, server.asked = threading.Event(), []
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", server.asked
+        finally:
+            server.stopped.set()
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("how", ["hangs", "drips", "redirects", "loops"])
+def test_no_call_takes_longer_than_its_deadline_whatever_a_server_does(
+    tmp_path: Path, how: str
+) -> None:
+    address = FalseTrainer(tmp_path).address
+    with (
+        server_that("hangs") as (elsewhere, asked),
+        server_that(how, elsewhere if how == "redirects" else "") as (url, _),
+    ):
+        address = replace(address, endpoint=replace(address.endpoint, urls=[url]))
+        receiver = Receiver(address, model(9.0, 2), timeout=20.0)
+        for seconds in (0.0, 0.0, 0.5):
+            begin = time.monotonic()
+            with suppress(StoreError):
+                assert receiver.receive(seconds) is None
+            assert time.monotonic() - begin < seconds + 1.0
+        receiver.close()
+        begin = time.monotonic()
+        redirects = how in {"redirects", "loops"}
+        with pytest.raises(StoreError, match="redirect" if redirects else "cannot read"):
+            load_checkpoint(url, model(), timeout=1.0)
+        assert time.monotonic() - begin < 12.0
+        assert not asked
+
+
+def test_a_redirect_to_a_server_that_was_given_is_followed(tmp_path: Path) -> None:
+    (tmp_path / HEAD).write_bytes(b"head")
+    with serve(str(tmp_path)) as given, server_that("redirects", given) as (url, _):
+        found = open_objects(url, 5.0, redirects=[given]).look(HEAD)
+        assert found is not None
+        assert found.data == b"head"

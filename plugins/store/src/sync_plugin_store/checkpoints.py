@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import Any, Self, TypeVar
@@ -41,6 +41,7 @@ def load_checkpoint(
     load: Callable[[Iterable[tuple[str, Tensor]]], object] | None = None,
     timeout: float = 60.0,
     streams: int = 8,
+    redirects: Sequence[str] = (),
 ) -> None:
     """Load a directory of Hugging Face into a model, all of it or nothing.
 
@@ -56,6 +57,8 @@ def load_checkpoint(
         load: in place of a model: called once, with all names and tensors.
         timeout: how long a place that fails is tried again, in seconds.
         streams: how many ranges are read at a time.
+        redirects: URLs of further servers to which a web server may redirect, such as
+            ``https://cdn.example.com``; it may redirect to itself.
 
     Raises:
         OptionError: neither or both of ``model`` and ``load`` were given.
@@ -77,7 +80,7 @@ def load_checkpoint(
     if (model is None) == (load is None):
         raise OptionError("give load_checkpoint a model, or load=, and not both")
     model = _state_of(model)
-    with _Files(open_objects(url, timeout), timeout, streams) as files:
+    with _Files(open_objects(url, timeout, redirects=redirects), timeout, streams) as files:
         layout, target, tensors = files.of_one_state(lambda: _read(files, model))
     if load is not None:
         load(tensors.items())
@@ -157,6 +160,7 @@ class _Files:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stopped.set()
+        self._objects.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def of_one_state(self, read: Callable[[], _T]) -> _T:

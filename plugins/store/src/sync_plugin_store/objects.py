@@ -30,6 +30,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "Found",
     "Listed",
+    "NoRangesError",
     "Objects",
     "Patience",
     "Validator",
@@ -43,11 +44,13 @@ LONGEST_RECORD = 1 << 24
 MAX_HEADER_BYTES = 100_000_000
 # Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
 _PIECE = 1 << 20
-# A file of a web server that was written so lately, in seconds, may be written again within the
-# same second, and have the same tag; the clocks of both machines may differ by as much.
-_COARSE_FOR = 60.0
+_WEB = ("http://", "https://")
 # From one try of a broken transfer to the next, in seconds; doubled up to the second.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+
+
+class NoRangesError(StoreError):
+    """A web server brings whole objects alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,22 +211,29 @@ class Objects(ABC):
     def list(self, prefix: str) -> Iterator[Listed]:
         """Return the objects whose names begin with a folder's, such as ``"objects/"``."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """End the requests that are under way."""
+
 
 def open_all(urls: Sequence[str], timeout: float) -> list[Objects]:
     """Return places that have the same; see `open_objects`.
 
-    Where one fails, enough of the timeout is left to ask the others.
+    Where one fails, enough of the timeout is left to ask the others. Web servers among them may
+    redirect to each other.
     """
-    return [open_objects(url, timeout / (2 * len(urls)) if urls[1:] else timeout) for url in urls]
+    web = [url for url in urls if url.startswith(_WEB)]
+    each = timeout / (2 * len(urls)) if urls[1:] else timeout
+    return [open_objects(url, each, redirects=web) for url in urls]
 
 
-def open_objects(url: str, timeout: float) -> Objects:
+def open_objects(url: str, timeout: float, *, redirects: Sequence[str] = ()) -> Objects:
     """Return the place that a URL names.
 
     Args:
         url: a directory, ``file:///directory``, ``s3://bucket/run``, ``gs://…``, ``az://…``,
             ``http://host/run`` or ``https://…``.
         timeout: how long a store that fails is tried again, in seconds.
+        redirects: URLs of further servers to which a web server may redirect.
 
     Raises:
         OptionError: it names none.
@@ -237,7 +247,11 @@ def open_objects(url: str, timeout: float) -> Objects:
     scheme = urlsplit(url).scheme
     if scheme in ("", "file") and "\0" not in unquote(url):
         return Directory(Path(unquote(urlsplit(url).path) if scheme else url), url, timeout)
-    if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https"):
+    if url.startswith(_WEB):
+        from sync_plugin_store.web_objects import WebObjects
+
+        return WebObjects(url, timeout, redirects)
+    if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss"):
         return RemoteObjects(url, timeout)
     raise OptionError(
         "url must be a directory, or begin with file://, s3://, gs://, az://, http:// or "
@@ -401,7 +415,7 @@ def _try_lock(file: TextIO) -> bool:
 
 
 class RemoteObjects(Objects):
-    """An object store or a web server, by obstore.
+    """An object store, by obstore.
 
     Credentials, regions and endpoints are those of this process's environment, such as
     ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``: no address has any.
@@ -413,7 +427,6 @@ class RemoteObjects(Objects):
 
     def __init__(self, url: str, timeout: float) -> None:
         super().__init__(url)
-        self._of_web_server = url.startswith(("http://", "https://"))
         import obstore
         from obstore.store import from_url
 
@@ -441,7 +454,7 @@ class RemoteObjects(Objects):
             raise OptionError(f"url={url!r} cannot be opened: {error}") from error
 
     def look(self, name: str, tag: str | None = None) -> Found | None:
-        # A state is named by its bytes where the server has no tags, such as Python's own.
+        # A state is named by its bytes where the store has no tags.
         options: Any = {"if_none_match": tag} if tag and not tag.startswith("sha256:") else None
         try:
             result = self._api.get(self._store, name, options=options)
@@ -454,10 +467,7 @@ class RemoteObjects(Objects):
             return None
         except self._errors.BaseError as error:
             raise self._failed("read", name, error) from error
-        found, digest = result.meta["e_tag"], hashlib.sha256(data).hexdigest()
-        # Tags of web servers may be times in seconds, so two states in a second have the same.
-        if not found or (self._of_web_server and digest not in found):
-            found = f"sha256:{digest}"
+        found = result.meta["e_tag"] or f"sha256:{hashlib.sha256(data).hexdigest()}"
         return None if found == tag else Found(data, found)
 
     def read(
@@ -500,8 +510,6 @@ class RemoteObjects(Objects):
         found = result.meta
         tag = found["e_tag"] or found["last_modified"]
         validator.check((tag, found["size"]), name, self.url)
-        if self._of_web_server:
-            validator.coarse = time.time() - found["last_modified"].timestamp() < _COARSE_FOR
         if options is None and result.meta["size"] != nbytes:
             raise PayloadError(
                 f"{name} in {self.url} has {result.meta['size']} bytes, and {nbytes} were agreed"

@@ -385,6 +385,8 @@ class RunReader:
         """End what is being fetched."""
         self.stopped.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for source in self._sources:
+            source.close()
 
     def _take(self, head: Head, source: Objects, data: bytes) -> None:
         """Accept a head that is signed, if it is newer."""
