@@ -19,7 +19,12 @@ from sync_plugin_std.workers import ProcessGroup
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="fork and pidfd of Linux")
 
-_SCHEMES = (("shm", {}), ("mp", {}), ("dist", {}), ("dist", {"shared_memory": False}))
+_SCHEMES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("shm", {}),
+    ("mp", {}),
+    ("dist", {}),
+    ("dist", {"shared_memory": False}),
+)
 # Of a machine that is busy; without a watch, it would be the time for which the child lives.
 _SOON = 20.0
 
