@@ -162,9 +162,12 @@ def test_a_worker_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> N
         assert record.levelno == logging.WARNING
         assert "failed=1" in record.message
         assert "errors='worker 0: did not confirm version 1" in record.message
-        with Sender(
-            "thread", nn.Linear(2, 2), num_workers=1, timeout=0.01, on_failure="drop"
-        ) as dropping:
+        with (
+            Sender(
+                "thread", nn.Linear(2, 2), num_workers=1, timeout=0.01, on_failure="drop"
+            ) as dropping,
+            pytest.raises(SendError),
+        ):
             dropping.send()
         assert "failed=0 dropped=1" in caplog.records[-1].message
         assert caplog.records[-1].levelno == logging.WARNING

@@ -481,7 +481,9 @@ def test_a_send_that_is_given_up_drops_nobody() -> None:
     assert sender.all_worker_ids() == (0, 1)
     pending = sender.send_async()
     sender.remove_worker(0)
-    assert pending.wait(timeout=0).dropped == (0, 1)
+    with pytest.raises(SendError) as failure:
+        pending.wait(timeout=0)
+    assert failure.value.report.dropped == (0, 1)
     assert sender.all_worker_ids() == ()
     sender.close()
     for change in (sender.add_worker, lambda: sender.remove_worker(1)):

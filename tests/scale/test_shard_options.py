@@ -140,13 +140,19 @@ def test_a_failure_that_one_rank_raises_is_not_hidden_by_another() -> None:
         receiver = Receiver(address_of(senders), like(whole))
         send_all(senders, [receiver])
         receiver.close()
-        (dropped, other) = [sender.send() for sender in senders]
+        reports = []
+        for sender in senders:
+            with pytest.raises(SendError) as failure:
+                sender.send()
+            reports.append(failure.value.report)
+        (dropped, other) = reports
         raising = SendReport(
             other.version,
             other.seconds,
             {0: type(other.workers[0])(None, 0.0, 0, other.workers[0].error)},
         )
         assert merge_reports([dropped, other]).dropped == (0,)
+        assert merge_reports([raising, dropped]).no_worker_left
         assert merge_reports([dropped, raising]).failed.keys() == {0}
         gone = SendReport(other.version, 0.0, {})
         assert merge_reports([gone, other]).updated == ()

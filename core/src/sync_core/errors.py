@@ -31,6 +31,7 @@ __all__ = [
     "PluginNewError",
     "PluginNotFoundError",
     "PluginVersionError",
+    "PrepareTimeoutError",
     "ReadbackError",
     "RemoteCallError",
     "RequirementError",
@@ -134,6 +135,14 @@ class UnknownWorkerError(SyncError, ValueError):
 
 class PendingSendError(SyncError, RuntimeError):
     """Raised where a call needs that no send is pending, or that one is."""
+
+
+class PrepareTimeoutError(SyncError, TimeoutError):
+    """The weights were not ready by the deadline, so that no worker was offered the version.
+
+    The message names what took longest: a layer, a tensor of a stream, or reading the model. No
+    worker is at fault, so ``on_failure`` leaves them alone.
+    """
 
 
 class ClosedError(SyncError, RuntimeError):
@@ -279,6 +288,9 @@ class RemoteCallError(WorkerError):
 class SendError(SyncError):
     """Some workers were not updated. The others, if any, were, before this was raised.
 
+    Also raised by the send in which ``on_failure`` drops the last worker, and by each later one
+    until a worker is added; `SendReport.no_worker_left` is True then.
+
     Args:
         report: the result for every worker.
     """
@@ -289,10 +301,20 @@ class SendError(SyncError):
 
     def __str__(self) -> str:
         report = self.report
-        failed, updated, addressed = report.failed, report.updated, len(report.workers)
+        failed = {i: r for i, r in report.workers.items() if r.error is not None}
+        if not report.no_worker_left:
+            failed = report.failed
+        updated, addressed = report.updated, len(report.workers)
         whole = len(failed) + len(updated) == addressed
         have_it = "the others have it" if whole else f"{len(updated)} committed it"
         head = f"version {report.version} did not reach {len(failed)} of {addressed} workers"
         head += f" ({have_it}):" if updated else ":"
         errors = (str(result.error).replace("\n", "\n  ") for result in failed.values())
-        return "\n".join([head, *(f"  {error}" for error in errors)])
+        lines = [head, *(f"  {error}" for error in errors)]
+        if report.no_worker_left:
+            lines.append(
+                "on_failure has dropped the last worker, so that no worker would get a version; "
+                "type worker_id = sender.add_worker(), and give sender.address(worker_id) to a new "
+                "Receiver (sender.add_worker(worker=…) if the sender calls its workers)"
+            )
+        return "\n".join(lines)

@@ -91,6 +91,8 @@ class SendReport:
             bytes are equal for the first time since they changed, as all bytes are compared from
             the next send on; and, once weights have changed 8 times in succession, of a send
             within 10 ms after the last one.
+        no_worker_left: True where ``on_failure`` has dropped the last worker in this send, which
+            raises `SendError` then.
     """
 
     version: int
@@ -102,6 +104,7 @@ class SendReport:
     publish_seconds: float = 0.0
     pack_seconds: float = 0.0
     unchanged: bool | None = None
+    no_worker_left: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -175,6 +175,8 @@ class Stack:
 
     def __init__(self, defaults: Any, backend: Plugin, layers: Sequence[Plugin] = ()) -> None:
         self._backend = backend
+        # How long each ``prepare_weights`` took, with those inside of it, from the innermost on.
+        self._took: list[tuple[str, float]] = []
         self._manager = HookManager()
         self._manager.add_hookspecs(hookspecs)
         self._manager.register(defaults, "sync-core")
@@ -215,8 +217,15 @@ class Stack:
 
     def prepare_weights(self, update: Update, context: SendContext) -> Update:
         """The update to send."""
+        self._took.clear()
         prepared: Update = self._prepare_weights(update=update, context=context)
         return prepared
+
+    def slowest(self) -> tuple[float, str]:
+        """Return how long the slowest plugin took in the last `prepare_weights`, and its name."""
+        inside = [0.0, *(seconds for _, seconds in self._took)]
+        alone = [(took - inside[i], plugin) for i, (plugin, took) in enumerate(self._took)]
+        return max(alone, default=(0.0, ""))
 
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
         """Load the update into the model."""
@@ -254,7 +263,7 @@ class Stack:
             for hook in ("prepare_weights", "apply_weights", "skip_update")
         }
         if any(suspects.values()):
-            self._manager.register(_Check(suspects))
+            self._manager.register(_Check(suspects, self._took))
 
 
 class _Loaded:
@@ -277,14 +286,21 @@ class _Check:
 
     Args:
         suspects: the plugins whose result of a hook it sees first, by the hook.
+        took: gets how long they took to prepare weights.
     """
 
-    def __init__(self, suspects: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, suspects: Mapping[str, Sequence[str]], took: list[tuple[str, float]]
+    ) -> None:
         self._suspects = suspects
+        self._took = took
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Any, Update]:
+        begin = time.perf_counter()
         result = yield
+        if plugins := self._suspects["prepare_weights"]:
+            self._took.append((" or ".join(plugins), time.perf_counter() - begin))
         if not isinstance(result, Update):
             raise self._error("prepare_weights", result, "an Update")
         return result

@@ -67,8 +67,8 @@ class FailurePolicy(ABC):
         ...         return "drop" if failure.status.failures >= self.failures else "quarantine"
         >>> policy = torch.nn.Linear(4, 2)
         >>> options = {"num_workers": 1, "timeout": 0.01}
-        >>> with Sender("thread", policy, on_failure=DropAfter(1), **options) as sender:
-        ...     sender.send().dropped  # the worker has never connected
+        >>> with Sender("thread", policy, on_failure=DropAfter(2), **options) as sender:
+        ...     sender.send().quarantined  # the worker has never connected
         (0,)
     """
 

@@ -67,7 +67,8 @@ class SendGroup:
                 send nothing. None for the models of all senders.
             worker_ids: one worker or several; None for all. Each sender sends to those that it
                 serves.
-            timeout: deadline of all of it, in seconds; None for the longest of the senders' own.
+            timeout: deadline of the weights of each sender, and then of all workers, in seconds;
+                None for the longest of the senders' own.
 
         Returns:
             One result for each worker, with the version of the first sender that is named. The
@@ -131,7 +132,7 @@ class SendGroup:
         for name, (sender, given) in chosen.items():
             due = [i for i in ids if i in serves[name] and i not in skipped]
             every = worker_ids is None and not skipped
-            sender._start(given, None if every else due, None, begun, counted=True)
+            sender._start(given, None if every else due, timeout, begun, counted=True)
         self._parts = tuple(begun)
         self._pending = _together(
             self._parts, skipped=sorted(skipped), started=started, timeout=seconds
@@ -199,6 +200,7 @@ def _together(
         skipped,
         started=started,
         timeout=timeout,
+        offered=time.perf_counter(),
         wait=partial(_wait, sends),
         unwaited=unwaited,
         finish=partial(_finish, sends),
@@ -234,6 +236,7 @@ def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -
         publish_seconds=sum(each.publish_seconds for each in reports),
         pack_seconds=sum(each.pack_seconds for each in reports),
         unchanged=_unchanged([each.unchanged for each in reports]),
+        no_worker_left=any(each.no_worker_left for each in reports),
     )
 
 

@@ -93,9 +93,10 @@ class PendingSend:
         deliveries: one for each worker.
         skipped: the workers that a hook held back.
         started: when the send was called (`time.perf_counter`).
-        timeout: seconds after ``started`` by which every worker must have answered.
+        timeout: seconds after ``offered`` by which every worker must have answered.
         finish: called once with the report before it is returned or raised, and with whether
             the workers were given the time that they had.
+        offered: when all of the version was on its way to the workers; None for ``started``.
         wait: waits until deliveries have ended, or seconds are over.
         unwaited: workers that get the version, and are not waited for; and why.
         prepare_seconds: see `SendReport`.
@@ -114,6 +115,7 @@ class PendingSend:
         started: float,
         timeout: float,
         finish: Finish,
+        offered: float | None = None,
         wait: Callable[[Sequence[Delivery], float], None] = wait_for_each,
         unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
         prepare_seconds: float = 0.0,
@@ -130,6 +132,8 @@ class PendingSend:
         self._skipped = skipped
         self._unwaited = unwaited
         self._started = started
+        # What the trainer's side took before is not charged to the workers.
+        self._offered = started if offered is None else offered
         self._timeout = timeout
         self._wait = wait
         self._finish = finish
@@ -188,15 +192,17 @@ class PendingSend:
         the send, so that the next one works.
 
         Args:
-            timeout: seconds from now; None for what is left of the send's own deadline.
+            timeout: seconds from now; None for what is left of the send's own deadline, which
+                began when the version was offered to the workers.
 
         Raises:
-            SendError: some workers failed; the others have the version.
+            SendError: some workers failed, the others have the version; or ``on_failure`` has
+                dropped the last worker.
         """
         seconds = None if timeout is None else check_seconds(timeout)
         try:
             if self._report is None:
-                limit = self._started + self._timeout
+                limit = self._offered + self._timeout
                 if seconds is not None:
                     limit = time.perf_counter() + seconds
                 waited = tuple(self._waited.values())
@@ -209,8 +215,8 @@ class PendingSend:
         except BaseException as interrupt:
             self.interrupt(interrupt)
             raise
-        if report.failed:
-            causes = [result.error.__cause__ for result in report.failed.values() if result.error]
+        if report.failed or report.no_worker_left:
+            causes = [result.error.__cause__ for result in report.workers.values() if result.error]
             error = SendError(report)
             error.__cause__ = next(filter(None, causes), None)
             raise error
@@ -243,7 +249,7 @@ class PendingSend:
         now = time.perf_counter()
         for worker_id, delivery in self._waited.items():
             if not delivery.ended:
-                late = self._late(worker_id, delivery, now - self._started)
+                late = self._late(worker_id, delivery, now - self._offered)
                 delivery.fail(WorkerError(worker_id, reason) if reason else late)
         results: dict[int, WorkerResult] = {}
         for worker_id, delivery in self._deliveries.items():

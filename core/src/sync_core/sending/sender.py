@@ -17,7 +17,13 @@ from torch import Tensor
 from sync_core._util import Stopwatch, release_with, uninterrupted
 from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds, normalize, normalize_one
-from sync_core.errors import ClosedError, OptionError, PendingSendError
+from sync_core.errors import (
+    ClosedError,
+    OptionError,
+    PendingSendError,
+    PrepareTimeoutError,
+    SendError,
+)
 from sync_core.models.extract import Strategy
 from sync_core.models.lookup import resolve
 from sync_core.report import SendReport
@@ -33,13 +39,16 @@ from sync_core.updater import Updater, either
 from sync_core.weights.extras import Kinds, attached, checked, kinds_of
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
-from sync_core.weights.streamed import read_to_its_end
+from sync_core.weights.streamed import NOT_OFFERED, TensorStream, read_to_its_end
 
 if TYPE_CHECKING:
     from sync_core.sending.failure_policy import OnFailure
 
 _log = logging.getLogger("sync_core")
 _CLOSED = "the sender was closed"
+# The trainer's side may take this long, in seconds, however short the deadline is: a deadline of
+# 0.01 s is for workers, and a thread may lose its core for longer than that; estimate.
+_LEAST = 0.1
 
 
 class Sender(Updater):
@@ -69,13 +78,14 @@ class Sender(Updater):
         zero_copy: let the workers' parameters be views of what arrives; they are read-only then,
             and after a write to one in place, where that is possible at all, `receive` raises.
         on_failure: what is done about a worker that failed, after the others were updated:
-            ``"raise"`` a `SendError`; ``"drop"`` it; ``"quarantine"``, do not wait for it for a
-            time that doubles, though it gets every version, until it has committed the newest; or
-            a function of a `WorkerFailure`, or a `FailurePolicy`, which decides. ``Restart(group)``
-            of ``sync_plugin_std`` restarts it.
+            ``"raise"`` a `SendError`; ``"drop"`` it, and raise where it is the last one;
+            ``"quarantine"``, do not wait for it for a time that doubles, though it gets every
+            version, until it has committed the newest; or a function of a `WorkerFailure`, or a
+            `FailurePolicy`, which decides. ``Restart(group)`` of ``sync_plugin_std`` restarts it.
         on_report: called with the report at the end of every send, also where workers failed;
             what it raises is logged, and changes nothing.
-        timeout: deadline of blocking calls, in seconds.
+        timeout: deadline of blocking calls, in seconds. A send has it twice: the weights must be
+            ready by then, and workers must have committed them so long after they were offered.
         version: the version from which to count: the first send has the next one. A trainer that
             was started again gives the version that it had reached.
         **options: options of the scheme.
@@ -162,6 +172,11 @@ class Sender(Updater):
         # Reentrant, as above.
         self._changing = threading.RLock()
         self._pending: PendingSend | None = None
+        # Whether others may bring workers, as a pool does; and the report of the send in which
+        # the last worker was dropped, until there is another.
+        self._has_companion = False
+        self._dropped_last = False
+        self._deserted: SendReport | None = None
         # A send is being started by the thread that has the lock, to which a signal may come.
         self._begins = False
         # The extras of the first send that had some.
@@ -394,7 +409,8 @@ class Sender(Updater):
         """
         self._check_open()
         channel = self._pipeline.side_channel(layout, places)
-        self._publishes = True
+        self._publishes = self._has_companion = True
+        self._deserted = None
         return channel
 
     def send(
@@ -414,7 +430,8 @@ class Sender(Updater):
                 names to these, or `sync_core.models.ComputedWeights`, such as ``Stream(specs,
                 tensors)`` of ``sync_plugin_std``; None for the sender's model.
             worker_ids: one worker or several; None for all. No ids: nothing is sent.
-            timeout: deadline in seconds; None for the sender's.
+            timeout: deadline in seconds, of the weights and then of the workers: see `Sender`; None
+                for the sender's.
             weights_dict: the weights of several models by name, instead of ``weights``.
             version: the version's number, such as the trainer's step; None for the next one.
             extras: small tensors beside the weights, such as a step or a temperature, for
@@ -422,7 +439,9 @@ class Sender(Updater):
                 some; a send may have none.
 
         Raises:
-            SendError: some workers failed; the others have the new version.
+            SendError: some workers failed, the others have the new version; or ``on_failure`` has
+                dropped the last worker, and none was added since.
+            PrepareTimeoutError: the weights were not ready in time; no worker was given them.
             PendingSendError: another send is pending.
             LayoutMismatchError: the weights do not fit the model; nothing was sent.
             UnknownWorkerError: no such worker; nothing was sent.
@@ -528,9 +547,15 @@ class Sender(Updater):
             everyone = addressed = self._members.ids
         if worker_ids is not None:
             addressed = normalize(worker_ids, everyone)
+        limit = max(seconds, _LEAST)
         update = self._source.read(given, self._pipeline.agreed)
+        stream = update.source if isinstance(update.source, TensorStream) else None
         with read_to_its_end(update):
+            reading = time.perf_counter() - started
+            if stream is not None:
+                stream.limit = limit - reading
             transport = self._pipeline.transport or self._open(update, given)
+            opened = time.perf_counter()
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
@@ -552,6 +577,11 @@ class Sender(Updater):
             if sends:
                 self._version = version
             prepared = time.perf_counter()
+            spent = reading + prepared - opened
+            if sends and spent > limit:
+                raise self._not_ready(reading, spent, limit)
+            if stream is not None:
+                stream.limit = limit - spent + stream.seconds
             packing = Stopwatch()
             deliveries: dict[int, Delivery] = {}
             to_all = None
@@ -566,6 +596,7 @@ class Sender(Updater):
                 skipped,
                 started=started,
                 timeout=seconds,
+                offered=time.perf_counter(),
                 wait=transport.wait,
                 scheme=self._pipeline.scheme,
                 model_id=self.model_id,
@@ -576,6 +607,16 @@ class Sender(Updater):
                 packing=packing,
             )
         return pending, to_all
+
+    def _not_ready(self, reading: float, spent: float, limit: float) -> PrepareTimeoutError:
+        slowest, name = max(
+            (reading, "reading the model"),
+            self._pipeline.stack.slowest() if self._pipeline.prepares else (0.0, ""),
+        )
+        return PrepareTimeoutError(
+            f"version {self._version} of {self.model_id!r} was ready after {spent:.1f} s, and its "
+            f"deadline is {limit:g} s; {name} took {slowest:.1f} s. {NOT_OFFERED}"
+        )
 
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
@@ -628,6 +669,7 @@ class Sender(Updater):
                 raise
             if worker is not None:
                 self._handles[worker_id] = worker
+            self._deserted = None
         return worker_id
 
     def remove_worker(self, worker_id: int) -> None:
@@ -645,6 +687,13 @@ class Sender(Updater):
             self._handles.pop(worker_id, None)
             if self._pipeline.transport is not None:
                 self._pipeline.transport.remove_worker(worker_id)
+
+    def _drop(self, worker_id: int) -> None:
+        with self._changing:
+            try:
+                self.remove_worker(worker_id)
+            finally:  # also where on_failure has removed it
+                self._dropped_last = not self._members.ids and not self._has_companion
 
     def close(self) -> None:
         """End a pending send and release everything; receivers learn that the sender is gone.
@@ -713,6 +762,8 @@ class Sender(Updater):
         # One that has ended may be left here by Ctrl-C.
         if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
+        if self._deserted is not None and not self._members.ids:
+            raise SendError(self._deserted)
 
     def _open(self, update: Update, model: Any) -> SenderTransport:
         workers = tuple(map(self._find_worker, self._handles.values()))
@@ -762,13 +813,16 @@ class Sender(Updater):
                 report = _settled(report, settle)
             if self._failure_handler is not None:
                 report = self._failure_handler.apply(
-                    report, self._members, self.remove_worker, self.address
+                    report, self._members, self._drop, self.address
                 )
+                if self._dropped_last:
+                    report = self._deserted = replace(report, no_worker_left=True)
+                    self._dropped_last = False
         if self._members.may_have_returned:
             returned = self._members.take_returned(report.updated)
             report = report.with_returned(returned) if returned else report
         try:
-            if self._post_hooks and not report.failed:
+            if self._post_hooks and not report.failed and not report.no_worker_left:
                 self._run_post_hooks()
         finally:
             self._repeats.count(report, self._source.found)

@@ -229,9 +229,11 @@ def _is_frozen(model: Any) -> bool:
 def _advice(report: SendReport, sends: int) -> str:
     return (
         f"the last {sends} sends of {report.model_id!r} had the same weights, up to version "
-        f"{report.version}: training does not change what is sent. Does the optimizer hold other "
-        "tensors, as those of a copy, or of the model before it was wrapped or moved? Is an "
-        'adapter trained, and its base sent? Then type layers=[lora("merged")], or "adapter". Are '
+        f"{report.version}: training does not change what is sent. That is harmless while the "
+        "learning rate is 0, as in a warm-up, and where steps were skipped, as by a GradScaler or "
+        "while gradients accumulate, or all that is sent is frozen. Otherwise: does the optimizer "
+        "hold other tensors, as those of a copy, or of the model before it was wrapped or moved? "
+        'Is an adapter trained, and its base sent? Then type layers=[lora("merged")], or "adapter". Are '
         "the steps too small for the dtype that is sent? report.unchanged tells it of each send; "
         "this warning comes once"
     )

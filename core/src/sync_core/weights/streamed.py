@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sync_core._util import Stopwatch
-from sync_core.errors import ModelError
+from sync_core.errors import ModelError, PrepareTimeoutError
 from sync_core.weights.block import Block
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout, TensorSpec, check_tensor
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from sync_core.weights.payload import Update
 
 
+#: The end of the message of a `PrepareTimeoutError`.
+NOT_OFFERED = (
+    "No worker was given the version, and on_failure leaves all of them alone; the next send sends "
+    "newer weights. Make that faster, or type a longer timeout="
+)
 #: Instead of a tensor, after the last one; a source may yield None.
 _END = object()
 
@@ -48,6 +55,8 @@ class TensorStream(Sequence[Tensor]):
     def __init__(self, layout: Layout, tensors: Callable[[], Iterable[Any]]) -> None:
         self.layout = layout
         self._tensors = tensors
+        #: How long the tensors may take to be made, in seconds, and how long they took so far.
+        self.limit, self.seconds = math.inf, 0.0
         self._drawn: Iterator[Tensor] | None = None
         # Where the tensors lie, once all of them were read.
         self._held: Sequence[Tensor] | None = None
@@ -58,9 +67,10 @@ class TensorStream(Sequence[Tensor]):
         Raises:
             ModelError: from the iterator: the source raised, ended too early, or gave another
                 tensor than the layout says; the message names the tensor.
+            PrepareTimeoutError: from the iterator, once: the tensors took longer than ``limit``.
         """
         if self._drawn is None:
-            self._drawn = _checked(self._tensors, self.layout.specs)
+            self._drawn = _Timed(self, _checked(self._tensors, self.layout.specs))
         return self._drawn
 
     def fill(self, targets: Sequence[Tensor], packing: Stopwatch | None = None) -> Iterator[int]:
@@ -176,7 +186,8 @@ class read_to_its_end:  # noqa: N801 - it is used as `contextlib.suppress` is
         if error is None:
             source.finish()
         elif isinstance(error, Exception):
-            with suppress(ModelError):
+            with suppress(ModelError, PrepareTimeoutError):
+                source.limit = math.inf
                 source.finish()
 
 
@@ -200,6 +211,47 @@ class _Followed(TensorStream):
         self._first.keep(targets[: len(self._first)])
 
 
+class _Timed(Iterator[Tensor]):
+    """Measures how long tensors take to be made, and raises once where that is too long.
+
+    It can be read further, as all ranks must make the same tensors.
+    """
+
+    def __init__(self, stream: TensorStream, tensors: Iterator[Tensor]) -> None:
+        self._stream = stream
+        self._tensors = tensors
+        self._position = 0
+        # The longest of all, and the position of its tensor.
+        self._slowest = (0.0, 0)
+
+    def __next__(self) -> Tensor:
+        stream, position = self._stream, self._position
+        begin = time.perf_counter()
+        tensor = next(self._tensors, None)
+        seconds = time.perf_counter() - begin
+        stream.seconds += seconds
+        self._slowest = max(self._slowest, (seconds, position))
+        if stream.seconds > stream.limit:
+            error = self._late()
+            stream.limit = math.inf
+            raise error
+        if tensor is None:
+            raise StopIteration
+        self._position += 1
+        return tensor
+
+    def _late(self) -> PrepareTimeoutError:
+        specs = self._stream.layout.specs
+        longest, slowest = self._slowest
+        last = len(specs) - 1
+        return PrepareTimeoutError(
+            f"the stream took {self._stream.seconds:.1f} s to make tensors up to "
+            f"{specs[min(self._position, last)].name!r}, {min(self._position, last) + 1} of "
+            f"{len(specs)}; {specs[min(slowest, last)].name!r} alone took {longest:.1f} s, and all "
+            f"of them may take {max(0.0, self._stream.limit):.1f} s. {NOT_OFFERED}"
+        )
+
+
 def _checked(tensors: Callable[[], Iterable[Any]], specs: Sequence[TensorSpec]) -> Iterator[Tensor]:
     """Yield each tensor of a source that is as its specification says."""
     count = len(specs)
@@ -215,7 +267,7 @@ def _checked(tensors: Callable[[], Iterable[Any]], specs: Sequence[TensorSpec]) 
                 "iterable that can be read again, or a function that returns one, in place of a "
                 "generator"
             ) from None
-        except ModelError:
+        except (ModelError, PrepareTimeoutError):
             raise  # a stream inside this one, which names the tensor
         except Exception as error:
             raise ModelError(f"the stream raised at {where}: {error!r}") from error
@@ -224,7 +276,7 @@ def _checked(tensors: Callable[[], Iterable[Any]], specs: Sequence[TensorSpec]) 
         return
     try:
         more = next(source, _END)
-    except ModelError:
+    except (ModelError, PrepareTimeoutError):
         raise
     except Exception as error:
         last = f"{specs[-1].name!r}, its last tensor"

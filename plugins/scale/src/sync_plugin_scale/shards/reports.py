@@ -55,6 +55,7 @@ def merge_reports(reports: Sequence[SendReport]) -> SendReport:
         publish_seconds=max(report.publish_seconds for report in reports),
         pack_seconds=max(report.pack_seconds for report in reports),
         workers={worker_id: _merged(worker_id, reports) for worker_id in worker_ids},
+        no_worker_left=any(report.no_worker_left for report in reports),
     )
 
 

@@ -133,6 +133,8 @@ class TwoPhaseSender(SenderTransport):
         self._joining = _Member()
         self._round: _Round | None = None
         self._number = self._decision_number = 0
+        # The version of each number, for the bases of increments inside.
+        self._numbered: dict[int, int] = {}
         self._blocks: list[Block] = []
         self._told: dict[int, Decision] = {}
         self._suspects: frozenset[int] = frozenset()
@@ -160,7 +162,7 @@ class TwoPhaseSender(SenderTransport):
             self._events.put(partial(self._conclude, before, late=True))
             before.decided.wait(_PATIENCE)
         with self._lock:
-            self._number = max(self._number + 1, payload.version)
+            self._next_number(payload.version)
             packed = self._pack(payload)
             to_all = self._members.keys() <= set(worker_ids)
             begun = _Round(self._number, packed, to_all, self._suspects, required=set(worker_ids))
@@ -175,8 +177,7 @@ class TwoPhaseSender(SenderTransport):
             for worker_id, delivery in deliveries.items():
                 outgoing = begun.outgoing[worker_id]
                 outgoing.inner.append(delivery)
-                outgoing.nbytes, outgoing.base = delivery.nbytes, 0
-                outgoing.changed = delivery.changed
+                self._note_size(outgoing, delivery)
                 outgoing.on_end(partial(self._ended, outgoing))
                 delivery.watch(partial(self._put, self._vote, begun))
             if not worker_ids:
@@ -257,6 +258,18 @@ class TwoPhaseSender(SenderTransport):
         payload.pack(block)
         return _Packed(payload.version, payload.layout, block)
 
+    def _next_number(self, version: int) -> None:
+        """Take the number of the next payload, which carries this version."""
+        self._number = max(self._number + 1, version)
+        self._numbered[self._number] = version
+        if len(self._numbered) > _NUMBERS:
+            del self._numbered[next(iter(self._numbered))]
+
+    def _note_size(self, outgoing: _Outgoing, delivery: Delivery) -> None:
+        """Let the report say what of the version travelled."""
+        outgoing.nbytes, outgoing.changed = delivery.nbytes, delivery.changed
+        outgoing.base = self._numbered.get(delivery.base, 0)
+
     def _put(
         self,
         act: Callable[[_Round, Delivery, WorkerError | None], None],
@@ -312,6 +325,8 @@ class TwoPhaseSender(SenderTransport):
         if current.decided.ended or (error is not None and error is outgoing.error):
             return
         if error is None:
+            # It may have been sent whole after an increment was refused.
+            self._note_size(outgoing, delivery)
             current.staged.add(worker_id)
         else:
             self._failed(current, worker_id, error)
@@ -467,7 +482,7 @@ class TwoPhaseSender(SenderTransport):
 
     def _send_again(self, packed: _Packed, worker_ids: Sequence[int]) -> None:
         """Send workers a version once more, and that it is committed."""
-        self._number += 1
+        self._next_number(packed.version)
         for worker_id in worker_ids:
             self._members[worker_id].aborted = False
         if self._members.keys() <= set(worker_ids):

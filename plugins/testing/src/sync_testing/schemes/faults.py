@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -14,6 +15,7 @@ import torch
 from sync_core import (
     ApplyError,
     ClosedError,
+    Layout,
     PendingSendError,
     Receiver,
     SenderLostError,
@@ -24,12 +26,32 @@ from sync_core import (
     WorkerTimeoutError,
     registry,
 )
+from sync_core.errors import PrepareTimeoutError
+from sync_core.models import ComputedWeights, Strategy, TensorStream
 from sync_testing.expectations import MEMBERS, RECEIVED, REPORT, VALUES
 from sync_testing.faults.fault import gated
 from sync_testing.interrupts import interrupted
 from sync_testing.schemes.models import fill, make_policy
 from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, ended
 from sync_testing.schemes.worker import Worker
+
+
+class _Slow(ComputedWeights):
+    """A module whose tensors are made one after the other, each after so many seconds."""
+
+    def __init__(self, module: torch.nn.Module, seconds: float) -> None:
+        super().__init__(module)
+        self._seconds = seconds
+
+    def read(self, strategy: Strategy) -> TensorStream:
+        del strategy
+        named = self.model.state_dict()
+        return TensorStream(Layout.of(named), lambda: map(self._make, named.values()))
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(self._seconds)
+        return tensor
+
 
 # Sends that are interrupted in one case, spread over all moments of a send.
 _INTERRUPTS = 40
@@ -80,6 +102,27 @@ class FaultCases(SchemeCases):
         # No worker has failed, so none is dropped.
         assert workers.send().updated == (0,), REPORT
         assert workers.values() == [{1.0}], VALUES
+
+    def test_a_slow_trainer_is_no_workers_fault(self, start: Start) -> None:
+        workers = start(make_policy(1.0), on_failure="drop")
+        workers.send()
+        calls = [workers.submit(i) for i in (0, 1)]
+        with pytest.raises(PrepareTimeoutError, match=r"up to '0\.bias', 2 of 9"):
+            workers.sender.send(_Slow(make_policy(2.0), 0.2), timeout=0.3)
+        assert [s.failures for s in workers.sender.workers.values()] == [0, 0], MEMBERS
+        assert workers.sender.send(make_policy(3.0)).updated == (0, 1), REPORT
+        ended(calls, "receive()")
+        assert workers.values() == [{3.0}, {3.0}], VALUES
+
+    def test_the_last_one_is_dropped_and_that_is_an_error(self, start: Start) -> None:
+        workers = start(make_policy(1.0), 1, on_failure="drop")
+        workers.pool.call(0, Worker.misshape)
+        for _ in range(2):
+            with pytest.raises(
+                SendError, match=r"type worker_id = sender\.add_worker\(\)"
+            ) as failure:
+                workers.send()
+            assert failure.value.report.dropped == (0,), REPORT
 
     def test_dropped_when_it_fails(self, start: Start) -> None:
         workers = start(make_policy(1.0), on_failure="drop")
