@@ -233,7 +233,7 @@ def _advice(report: SendReport, sends: int) -> str:
         "learning rate is 0, as in a warm-up, and where steps were skipped, as by a GradScaler or "
         "while gradients accumulate, or all that is sent is frozen. Otherwise: does the optimizer "
         "hold other tensors, as those of a copy, or of the model before it was wrapped or moved? "
-        'Is an adapter trained, and its base sent? Then type layers=[lora("merged")], or "adapter". Are '
-        "the steps too small for the dtype that is sent? report.unchanged tells it of each send; "
-        "this warning comes once"
+        'Is an adapter trained, and its base sent? Then type layers=[lora("merged")], or '
+        '"adapter". Are the steps too small for the dtype that is sent? report.unchanged tells it '
+        "of each send; this warning comes once"
     )

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from sync_core import (
+    Delivery,
     OptionError,
-    SendError,
     SendReport,
     SyncError,
-    WorkerError,
-    WorkerResult,
+    TransportError,
+    WorkerLostError,
     WorkerTimeoutError,
 )
 
 if TYPE_CHECKING:
-    from sync_core import Sender
+    from sync_core import PendingSend, Sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,18 @@ class Canary:
 
     @property
     def trying(self) -> tuple[int, ...]:
-        """The workers that have a version on trial; none where there is no trial."""
+        """The workers that have, or may get, a version on trial; none where there is no trial.
+
+        A worker that was lost after the decision to commit counts: one in its place gets it.
+        """
         tried = self._tried
         if tried is None:
             return ()
         if tried.worker_ids is None:
             return self._sender.all_worker_ids()
-        # Some may have committed it after the send had ended.
+        # Some may have committed it after the send had ended, or may get it as they join.
         workers = self._sender.workers.items()
-        late = (i for i, worker in workers if worker.version == tried.version)
+        late = (i for i, worker in workers if tried.version in (worker.version, worker.wanted))
         return tuple(dict.fromkeys((*tried.worker_ids, *late)))
 
     @property
@@ -104,14 +107,12 @@ class Canary:
         """
         self._check_no_trial("send()")
         weights = self._sender.snapshot()
+        sent = _Sent(self._sender)
         try:
-            report = self._sender.send(weights, timeout=timeout)
-        except SendError as failure:
-            if self._may_be_held(failure.report):
-                self._common = _Kept(failure.report.version, weights, None)
-            raise
-        self._common = _Kept(report.version, weights, None)
-        return report
+            return sent.send(weights, None, timeout)
+        finally:
+            if sent.may_be_held():
+                self._common = _Kept(sent.version, weights, None)
 
     def try_on(self, worker_ids: Iterable[int], timeout: float | None = None) -> SendReport:
         """Send the sender's model, as it is now, to some workers.
@@ -129,13 +130,12 @@ class Canary:
         if self._common is None:
             raise SyncError("no version to return to; call canary.send() before try_on()")
         weights = self._sender.snapshot()
+        sent = _Sent(self._sender)
         try:
-            report = self._sender.send(weights, list(worker_ids), timeout=timeout)
-        except SendError as failure:
-            self._begin(failure.report, weights)
-            raise
-        self._begin(report, weights)
-        return report
+            return sent.send(weights, list(worker_ids), timeout)
+        finally:
+            if sent.may_be_held():
+                self._tried = _Kept(sent.version, weights, sent.holders())
 
     def promote(self, timeout: float | None = None) -> SendReport:
         """Send the weights on trial to all workers, as one more version.
@@ -148,13 +148,14 @@ class Canary:
             SendError: see `Sender.send`; the trial continues, with all workers where some have got
                 the weights.
         """
-        tried = self._trial("promote()")
+        tried = self._continued("promote()")
+        sent = _Sent(self._sender)
         try:
-            report = self._sender.send(tried.weights, timeout=timeout)
-        except SendError as failure:
-            if self._may_be_held(failure.report):
+            report = sent.send(tried.weights, None, timeout)
+        except BaseException:
+            if sent.may_be_held():
                 # Also those that have not answered in time may have them, or join and get them.
-                self._tried = _Kept(failure.report.version, tried.weights, None)
+                self._tried = _Kept(sent.version, tried.weights, None)
             raise
         self._common = _Kept(report.version, tried.weights, None)
         self._tried = None
@@ -170,30 +171,24 @@ class Canary:
             SyncError: no version is on trial.
             SendError: see `Sender.send`; the trial continues.
         """
-        tried, common = self._trial("take_back()"), self._common
+        tried, common = self._continued("take_back()"), self._common
         assert common is not None
         served = None
         if tried.worker_ids is not None:
             known = self._sender.all_worker_ids()
-            served = [worker_id for worker_id in self.trying if worker_id in known]
+            served = [worker_id for worker_id in tried.worker_ids if worker_id in known]
         report = self._sender.send(common.weights, served, timeout=timeout)
         if report.workers:
             self._restores[report.version] = common.version
         self._tried = None
         return report
 
-    def _begin(self, report: SendReport, weights: Mapping[str, Tensor]) -> None:
-        if self._may_be_held(report):
-            self._tried = _Kept(report.version, weights, _holding(report))
-
-    def _may_be_held(self, report: SendReport) -> bool:
-        """Return whether some workers hold a version, or may commit it after its send has ended."""
-        late = any(isinstance(r.error, WorkerTimeoutError) for r in report.workers.values())
-        return bool(_holding(report)) or (late and "aborts" not in self._sender.capabilities)
-
-    def _trial(self, call: str) -> _Kept:
+    def _continued(self, call: str) -> _Kept:
+        """Return the trial with the workers that it has now: what is sent next may hide some."""
         if self._tried is None:
             raise SyncError(f"{call} needs a version on trial; call try_on([…]) before it")
+        if self._tried.worker_ids is not None:
+            self._tried = replace(self._tried, worker_ids=self.trying)
         return self._tried
 
     def _check_no_trial(self, call: str) -> None:
@@ -204,12 +199,43 @@ class Canary:
             )
 
 
-def _holding(report: SendReport) -> tuple[int, ...]:
-    """Return the workers that hold a version, or parts of it: also some that have failed."""
-    return tuple(i for i, result in report.workers.items() if _holds(result))
+class _Sent:
+    """One send, and what workers may hold of it, also where it raised or was interrupted.
+
+    Args:
+        sender: the sender.
+    """
+
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
+        self._pending: PendingSend | None = None
+        self.version = 0
+
+    def send(
+        self, weights: Mapping[str, Tensor], worker_ids: list[int] | None, timeout: float | None
+    ) -> SendReport:
+        """Send, and wait."""
+        pending = self._sender.send_async(weights, worker_ids, timeout=timeout)
+        self._pending, self.version = pending, pending.version
+        return pending.wait()
+
+    def may_be_held(self) -> bool:
+        """Return whether a worker holds the version, or parts of it, or may yet get it."""
+        return bool(self.holders())
+
+    def holders(self) -> tuple[int, ...]:
+        """Return these workers."""
+        deliveries = {} if self._pending is None else self._pending.deliveries
+        return tuple(i for i, delivery in deliveries.items() if _may_be_held(delivery))
 
 
-def _holds(result: WorkerResult) -> bool:
-    if isinstance(result.error, WorkerError):
-        return result.error.model_state != "kept"
-    return result.version is not None
+def _may_be_held(delivery: Delivery) -> bool:
+    error = delivery.error
+    if error is None or error.model_state != "kept":
+        return True
+    if isinstance(error, TransportError):
+        return False
+    decided = getattr(delivery, "may_be_held", None)
+    gone = isinstance(error, WorkerLostError | WorkerTimeoutError)
+    # A scheme of others, which may decide later than its send ends.
+    return bool(decided()) if decided is not None else gone

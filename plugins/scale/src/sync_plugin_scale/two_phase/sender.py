@@ -78,6 +78,10 @@ class _Outgoing(Delivery):
         #: The deliveries of both transports.
         self.inner: list[Delivery] = []
 
+    def may_be_held(self) -> bool:
+        """Return whether the worker, or one in its place, may have the version, or get it."""
+        return not self.round.decided.wait(_PATIENCE) or self.round.commits
+
 
 @dataclass(eq=False)
 class _Round:
@@ -95,6 +99,7 @@ class _Round:
         staged: those that have said that they have staged it.
         failures: those that have said that they cannot, or were lost.
         decided: ends with the decision.
+        commits: the decision, once there is one.
     """
 
     number: int
@@ -108,6 +113,7 @@ class _Round:
     staged: set[int] = field(default_factory=set)
     failures: dict[int, WorkerError] = field(default_factory=dict)
     decided: Delivery = field(default_factory=lambda: Delivery(-1, 0, 0))
+    commits: bool = False
 
     def reaches(self, worker_id: int) -> bool:
         """Return whether the version is on its way to a worker, and not decided about."""
@@ -373,6 +379,7 @@ class TwoPhaseSender(SenderTransport):
         missing = required - current.staged - failed if late else set()
         commit = not refused and not (self._aborts and (failed or missing))
         decision = Decision(current.number, current.packed.version, commit)
+        current.commits = commit
         addressed = (current.outgoing.keys() | current.joined) & self._members.keys()
         try:
             self._tell(decision, sorted(addressed), current)
