@@ -50,7 +50,7 @@ def test_weights_that_are_late_are_no_workers_fault(slow: str, policy: Any) -> N
         ThreadPoolExecutor(1) as threads,
     ):
         receiver = Receiver(sender.address(0), copy)
-        (layer if slow == "layer" else model).seconds = 0.6  # type: ignore[attr-defined]
+        (layer if slow == "layer" else model).seconds = 0.6
         named = "layer 'Slow' took" if slow == "layer" else "reading the model took"
         with pytest.raises(PrepareTimeoutError, match=named):
             sender.send()

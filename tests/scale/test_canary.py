@@ -212,7 +212,7 @@ def test_a_trial_goes_on_with_a_worker_in_place_of_one_that_was_lost(scheme: str
         assert canary.take_back().updated == (1,)
         assert taken.result() == 3
         assert torch.equal(copies[1].weight, before)
-        assert canary.trying == ()
+        assert not canary.trying
 
 
 def test_a_promotion_that_fails_for_one_is_taken_back_from_all(fleet: Fleet) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
+import time
 import warnings
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -49,7 +49,7 @@ class _Slow(ComputedWeights):
         return TensorStream(Layout.of(named), lambda: map(self._make, named.values()))
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
-        threading.Event().wait(self._seconds)
+        time.sleep(self._seconds)
         return tensor
 
 
