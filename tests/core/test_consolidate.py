@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sync_core import ModelError, Payload, Receiver, Sender, Update
+from sync_core import ModelError, Payload, Receiver, Sender, SendError, Update
 from sync_core.models import Binding, consolidate
 
 
@@ -266,6 +271,12 @@ def transposed_before() -> tuple[Any, Any]:
     return policy, None
 
 
+def on_memory_of_an_array() -> tuple[Any, Any]:
+    policy = model()
+    policy[2].weight.data = torch.from_numpy(np.zeros((7, 50), dtype=np.float32))
+    return policy, None
+
+
 def fused() -> tuple[Any, Any]:
     policy: Any = nn.Module()
     whole = torch.zeros(4, 3)
@@ -285,10 +296,11 @@ def tied_by_memory_alone() -> tuple[Any, Any]:
     [
         (with_a_state_dict, "'0.weight' cannot be moved to other memory: something else holds"),
         (with_a_view, "'2.weight' cannot be moved to other memory: something else holds"),
-        (with_an_array, "'2.weight' cannot be moved to other memory: something else holds"),
+        (with_an_array, "'2.weight' cannot be moved to other memory: its memory cannot be"),
         (in_a_graph, "cannot be moved to other memory: something else holds"),
         (in_shared_memory, "'0.weight' cannot be moved to other memory: it lies in shared"),
         (transposed_before, "'2.weight' cannot be moved to other memory: it is not contiguous"),
+        (on_memory_of_an_array, "'2.weight' cannot be moved to other memory: its memory cannot be"),
         (fused, "'query' cannot be moved to other memory: something else holds"),
         (tied_by_memory_alone, "'0.weight' cannot be moved to other memory: something else"),
     ],
@@ -344,15 +356,105 @@ def test_a_module_on_a_gpu() -> None:
         consolidate(nn.Linear(2, 2, device="cuda"))
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_receiver_moves_a_module_unless_it_is_asked_not_to(moves: bool) -> None:
+def plain(tmp_path: Path) -> torch.Tensor:
+    del tmp_path
+    return torch.zeros(600, 600)
+
+
+def on_an_array(tmp_path: Path) -> torch.Tensor:
+    del tmp_path
+    return torch.from_numpy(np.zeros((600, 600), dtype=np.float32))
+
+
+def on_a_buffer(tmp_path: Path) -> torch.Tensor:
+    del tmp_path
+    return torch.frombuffer(bytearray(600 * 600 * 4), dtype=torch.float32).view(600, 600)
+
+
+def in_a_file(tmp_path: Path) -> torch.Tensor:
+    name = str(tmp_path / "weights")
+    return torch.from_file(name, shared=True, size=600 * 600).view(600, 600)
+
+
+def loaded(tmp_path: Path) -> torch.Tensor:
+    save_file({"weight": torch.zeros(600, 600)}, tmp_path / "weights")
+    return load_file(tmp_path / "weights")["weight"]
+
+
+@pytest.mark.parametrize("make", [plain, on_an_array, on_a_buffer, in_a_file, loaded])
+@pytest.mark.parametrize("asked", [{}, {"consolidate": True}])
+def test_a_receiver_moves_what_torch_allocated_and_only_if_it_is_asked(
+    make: Callable[[Path], torch.Tensor], asked: dict[str, bool], tmp_path: Path
+) -> None:
     source, target = nn.Linear(600, 600), nn.Linear(600, 600)
+    target.weight.data = make(tmp_path)
     before = addresses(target)
     with (
         Sender("thread", source, num_workers=1) as sender,
-        Receiver(sender.address(0), target, consolidate=moves) as receiver,
+        Receiver(sender.address(0), target, **asked) as receiver,
     ):
         sender.send_async()
         receiver.receive()
-    assert (addresses(target) != before) is moves
+    assert (addresses(target) != before) is (make is plain and bool(asked))
     assert torch.equal(target.weight, source.weight)
+
+
+def test_a_module_of_which_a_part_was_moved_is_moved_again() -> None:
+    policy = consolidate(model())
+    replaced(policy)
+    assert Binding(consolidate(policy)).read().bodies
+
+
+NO_MEMORY = """
+import resource, torch
+from torch import nn
+from sync_core import Receiver, Sender, SendError
+
+source, target = nn.Linear(3000, 1000), nn.Linear(3000, 1000)
+sender = Sender("thread", source, num_workers=1)
+receiver = Receiver(sender.address(0), target, consolidate=True)
+for value in (1.0, 2.0):
+    with torch.no_grad():
+        source.weight.fill_(value)
+    pending = sender.send_async()
+    used = int(open("/proc/self/statm").read().split()[0]) * 4096
+    resource.setrlimit(resource.RLIMIT_AS, (used + 5_000_000, -1))
+    version = receiver.receive()
+    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+    print(version, receiver.version, pending.wait().updated, target.weight.unique().tolist())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
+def test_a_version_is_committed_where_there_is_no_memory_to_move_the_model() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines() == ["1 1 (0,) [1.0]", "2 2 (0,) [2.0]"], done.stderr
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_a_model_that_holds_parts_of_a_version_is_bad(
+    zero_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        for target, source in list(zip(targets, sources, strict=True))[:1]:
+            target.data.copy_(source)
+        raise MemoryError("no memory for the second tensor")
+
+    source, target = filled(model(), 1.0), model()
+    with Sender("thread", source, num_workers=1, zero_copy=zero_copy) as sender:
+        receiver = Receiver(sender.address(0), target)
+        with monkeypatch.context() as patch:
+            patch.setattr("sync_core.models.binding.copy", half)
+            patch.setattr("sync_core.models.memory.copy", half)
+            pending = sender.send_async()
+            with pytest.raises(MemoryError):
+                receiver.receive()
+        with pytest.raises(SendError, match="its model is known bad"):
+            pending.wait()
+        assert (receiver.version, sender.workers[0].version) == (0, 0)
+        pending = sender.send_async()
+        assert receiver.receive() == 2
+        assert pending.wait().updated == (0,)
+        assert torch.equal(target[2].weight, source[2].weight)

@@ -103,7 +103,7 @@ class Defaults:
     def __init__(
         self, strategy: Strategy, *, consolidate: bool = False, load: Load | None = None
     ) -> None:
-        #: Whether ``load`` was called and did not return: the model may hold parts of a version.
+        #: Whether the model may hold parts of a version: ``load``, or a copy into it, has raised.
         self.loading = False
         #: Whether an update was loaded, even if a layer raised afterwards; callers reset it.
         self.loaded = False
@@ -128,13 +128,16 @@ class Defaults:
             self._binding = Binding(model, self._strategy, consolidate=self._consolidate)
         # Ctrl-C would leave parts of a version, or a version that is taken for the one before.
         with uninterrupted():
-            self._binding.write(
-                update,
-                partial=context.partial,
-                zero_copy=context.zero_copy,
-                cast=context.cast,
-                version=context.version,
-            )
+            try:
+                self._binding.write(
+                    update,
+                    partial=context.partial,
+                    zero_copy=context.zero_copy,
+                    cast=context.cast,
+                    version=context.version,
+                )
+            finally:
+                self.loading = self._binding.torn
             self.loaded = True
         return True
 

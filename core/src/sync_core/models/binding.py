@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sync_core.errors import LayoutMismatchError, ModelError
 from sync_core.models import commit
-from sync_core.models.contiguous import ContiguousTensors
+from sync_core.models.contiguous import ContiguousTensors, check_allocated
 from sync_core.models.extract import Strategy, check_strategy, held_tensors, not_saved
 from sync_core.models.finder import KnownLayout, check_memory, tensor_finder, travelling
 from sync_core.models.lookup import modules_in
@@ -73,6 +73,8 @@ class Binding:
         self._may_consolidate = consolidate
         self._pointing: ParameterViews | None = None
         self._lent: WriteGuard | None = None
+        #: Whether the last write raised between two tensors, so that the model has parts of both.
+        self.torn = False
         if not self.layout.specs:
             raise ModelError(
                 f"{type(model).__name__} has no tensors, so there is nothing to synchronise"
@@ -113,14 +115,19 @@ class Binding:
         Raises:
             ModelError: that cannot be done safely; nothing was moved.
         """
-        layout, prefixes = self.layout, self._module_prefixes()
+        layout = self.layout
+        self._check_movable()
+        if not self._current_flat():
+            self._flat = ContiguousTensors.gather(layout, self._named)
+
+    def _check_movable(self) -> None:
+        prefixes = self._module_prefixes()
         for name in self._named:
             if is_extra_state(name):
                 raise ModelError(f"{name!r} is recomputed whenever it is read; it has no memory")
             if not name.startswith(prefixes):
                 raise ModelError(f"{name!r} is not a module's; only modules are moved")
-        if not self._current_flat():
-            self._flat = ContiguousTensors.gather(layout, self._named)
+        check_allocated(self._named)
 
     def write(
         self,
@@ -263,19 +270,34 @@ class Binding:
         if self._loads_state_dicts:
             self._load_state_dicts(update)
         elif zero_copy and self._pointing is not None:
-            self._pointing.apply(update.tensors)
+            with self._writing():
+                self._pointing.apply(update.tensors)
             self._lent = self._pointing.guard(version) if version else None
         elif self._are_equal(self._known.layout, update.layout) or (
             not self._extra_state and _same_names(self._known.layout, update.layout)
         ):
             self._write_whole(update)
         else:
-            _copy((mine, new) for _, mine, new in self._matched(update))
+            pairs = [(mine, new) for _, mine, new in self._matched(update)]
+            with self._writing():
+                _copy(pairs)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Note that the model is torn if what is done here raises."""
+        self.torn = True
+        try:
+            yield
+        except ModelError:  # raised before anything is written
+            self.torn = False
+            raise
+        self.torn = False
 
     def _load_state_dicts(self, update: Update) -> None:
         commit.load_state_dicts(self._modules, dict(update.items()))
         matched, prefixes = self._matched(update), self._module_prefixes()
-        _copy((mine, new) for name, mine, new in matched if not name.startswith(prefixes))
+        with self._writing():
+            _copy((mine, new) for name, mine, new in matched if not name.startswith(prefixes))
 
     def _write_flat(self, update: Update) -> bool:
         """Copy the bytes of an update of the same layout, if the model lies in one block."""
@@ -285,7 +307,8 @@ class Binding:
         bodies = update.bodies
         if not bodies or any(body.device.type != "cpu" for body in bodies):
             return False
-        flat.write(bodies)
+        with self._writing():
+            flat.write(bodies)
         return True
 
     def _current_flat(self) -> ContiguousTensors | None:
@@ -297,7 +320,7 @@ class Binding:
         return self._flat
 
     def _write_whole(self, update: Update) -> None:
-        copy(self._tensors, update.tensors)
+        movable = False
         if (
             self._may_consolidate
             and self._known.layout.body_nbytes >= _WORTHWHILE
@@ -306,7 +329,14 @@ class Binding:
             self._may_consolidate = False
             # What cannot be moved is written where it is.
             with suppress(ModelError):
-                self.consolidate()
+                self._check_movable()
+                movable = True
+        with self._writing():
+            copy(self._tensors, update.tensors)
+        if movable and not self._current_flat():
+            # The version is written: without memory for a block, tensors stay where they are.
+            with suppress(Exception):
+                self._flat = ContiguousTensors.gather(self._known.layout, self._named)
 
     def _cast(self, update: Update) -> tuple[Update, Layout]:
         """The update in the dtypes of the model."""
@@ -353,7 +383,8 @@ def consolidate(model: Model) -> Model:
     tensor again.
 
     Call this before other threads use the module, and before anything else holds the memory of
-    its tensors: nothing is moved then. The memory cannot be resized.
+    its tensors: nothing is moved then. Code that was given an address (`Tensor.data_ptr`) reads
+    the old memory afterwards. The memory cannot be resized.
 
     Args:
         model: an `nn.Module`; or a mapping from names to modules, if that is what is sent.
@@ -363,9 +394,8 @@ def consolidate(model: Model) -> Model:
 
     Raises:
         ModelError: a tensor that cannot be moved, or whose memory something else holds (a
-            `state_dict`, a view, an array, a backward pass that is still to come); the message
-            names it, and nothing was moved. An array that a tensor was made on
-            (`torch.from_numpy`) is not seen, and continues looking at the old memory.
+            `state_dict`, a view, an array, a backward pass that is still to come) or is (an
+            array, a file); the message names it, and nothing was moved.
 
     Example:
         >>> policy = consolidate(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1)))

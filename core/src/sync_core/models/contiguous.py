@@ -50,9 +50,8 @@ class ContiguousTensors:
 
         A tensor keeps its identity; only the address of its elements changes. Views of it, numpy
         arrays or aliases such as a `state_dict` would continue looking at the old memory, so where
-        there are any, or memory is shared or not on the CPU, nothing is moved. An array that a
-        tensor was made on (`torch.from_numpy`) is not seen: torch cannot tell such memory from
-        that of a model that was unpickled or loaded from a file.
+        there are any, or memory is shared, not torch's own or not on the CPU, nothing is moved.
+        What reads the tensors by their addresses alone cannot be seen.
 
         Raises:
             ModelError: that is so of one of them; the message names it.
@@ -179,6 +178,28 @@ def _obstacle(tensor: Tensor) -> str | None:
             "pass that is still to come do"
         )
     return None
+
+
+def check_allocated(named: Mapping[str, Tensor]) -> None:
+    """Raise `ModelError` for a tensor whose memory torch did not allocate, or has lent to NumPy.
+
+    To be asked before a copy: torch makes memory fixed that NumPy has copied.
+    """
+    for name, tensor in named.items():
+        if not _is_allocated(tensor):
+            raise ModelError(
+                f"{name!r} cannot be moved to other memory: its memory cannot be resized, as that "
+                "of an array, of a file or of a checkpoint that was loaded; copy it first: "
+                "tensor.data = tensor.data.clone()"
+            )
+
+
+def _is_allocated(tensor: Tensor) -> bool:
+    """Return whether torch allocated the memory of a tensor, or it is a block of this module."""
+    begin = tensor.data_ptr()
+    return tensor.untyped_storage().resizable() or any(
+        address <= begin < address + len(memory) for address, memory in _memories.items()
+    )
 
 
 def _is_exclusive(tensor: Tensor) -> bool:

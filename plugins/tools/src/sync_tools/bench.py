@@ -181,9 +181,9 @@ class BenchWorker:
         self._source: np.ndarray[Any, Any] | None = None
         self._target: np.ndarray[Any, Any] | None = None
 
-    def connect(self, address: Address) -> None:
+    def connect(self, address: Address, consolidate: bool = False) -> None:
         """Connect to the sender."""
-        self._receiver = Receiver(address, self.model)
+        self._receiver = Receiver(address, self.model, consolidate=consolidate)
 
     def receive(self) -> int | None:
         """Wait for a version and commit it."""
@@ -257,7 +257,7 @@ class Measurement:
         nbytes: the size of a payload, in bytes.
         workers: how many workers there were.
         zero_copy: whether they kept views.
-        consolidated: whether the trainer's model was consolidated.
+        consolidated: whether the models of the trainer and of the workers were consolidated.
         options: the options of the scheme.
         seconds: of each round, from the call of `send` to its return.
         limit: seconds of each round of plain copies, done in turn with those; empty where the
@@ -324,7 +324,7 @@ def measure(
         model: a name in `sync_tools.bench.MODELS`.
         workers: how many.
         zero_copy: let the workers keep views.
-        consolidated: consolidate the trainer's model.
+        consolidated: consolidate the models of the trainer and of the workers.
         rounds: how many rounds count, after three that do not.
         changed: send increments (``"increments::"`` and the scheme), and change this share of the
             elements before each round.
@@ -354,7 +354,8 @@ def measure(
             )
         )
         for worker_id in group.worker_ids:
-            group.call(worker_id, BenchWorker.connect, sender.address(worker_id)).result()
+            address = sender.address(worker_id)
+            group.call(worker_id, BenchWorker.connect, address, consolidated).result()
             group.call(worker_id, BenchWorker.keep_receiving).result()
         limit: CopyLimit | None = None
         if "cross_process" in group_type.capabilities and CopyLimit.is_available():

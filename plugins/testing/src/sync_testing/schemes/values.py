@@ -114,6 +114,16 @@ class ValueCases(SchemeCases):
             assert workers.send(weights).updated == (0, 1), REPORT
             assert workers.fingerprints() == [fingerprints(weights)] * 2, VALUES
 
+    def test_tensors_stay_where_they_are(self, start: Start) -> None:
+        workers = start(_wide(1), 1, make=partial(_wide, 0))
+        before = workers.pool.call(0, Worker.addresses)
+        for seed in (1, 2):
+            assert workers.send(_wide(seed)).updated == (0,), REPORT
+        assert workers.fingerprints() == [fingerprints(_wide(2))], VALUES
+        assert workers.pool.call(0, Worker.addresses) == before, (
+            "a model must be written where it lies: other code may read its tensors by address"
+        )
+
     # Whatever limit a plugin sets to its tests, pages for five copies take their time.
     @pytest.mark.timeout(600)
     def test_more_than_2_gib(self, start: Start) -> None:
@@ -171,6 +181,12 @@ class ValueCases(SchemeCases):
 
 def _prints(model: Any) -> Prints:
     return fingerprints(model["head"] if isinstance(model, dict) else model)
+
+
+def _wide(seed: int) -> nn.Module:
+    """A module of more than 1 MB."""
+    torch.manual_seed(seed)
+    return nn.Linear(600, 600)
 
 
 class IsolationCases(SchemeCases):

@@ -78,6 +78,10 @@ class Worker:
             self.model = make()
         self.receiver = Receiver(address, self.model)
 
+    def addresses(self) -> list[int]:
+        """Where the tensors of the model lie."""
+        return [tensor.data_ptr() for tensor in self.model.state_dict().values()]
+
     def receive(self, timeout: float | None = None) -> int | None:
         """The version committed, if any."""
         assert self.receiver is not None

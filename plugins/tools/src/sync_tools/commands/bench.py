@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default=_MODEL, help="what is sent (large)")
     parser.add_argument("--zero-copy", action="store_true", help="let the workers keep views")
     parser.add_argument(
-        "--consolidate", action="store_true", help="move the trainer's tensors side by side before"
+        "--consolidate",
+        action="store_true",
+        help="move the tensors of the trainer and of the workers side by side before",
     )
     parser.add_argument("--rounds", type=int, default=9, help="rounds that count, 7 or more (9)")
     parser.add_argument(
