@@ -28,7 +28,7 @@ from sync_core.hooks import (
     implemented,
 )
 from sync_core.models.binding import Binding
-from sync_core.models.extract import Strategy
+from sync_core.models.extract import Strategy, check_loading
 from sync_core.printable import printable
 from sync_core.registry import Plugin
 from sync_core.transports.transport import ReceiverTransport, SenderTransport
@@ -125,6 +125,7 @@ class Defaults:
             self._load_with(self._load, update, context)
             return True
         if self._binding is None or self._binding.model is not model:
+            check_loading(model, self._strategy)
             self._binding = Binding(model, self._strategy, consolidate=self._consolidate)
         # Ctrl-C would leave parts of a version, or a version that is taken for the one before.
         with uninterrupted():

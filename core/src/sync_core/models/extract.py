@@ -98,6 +98,40 @@ def _naming(name: str, module: nn.Module) -> Iterator[None]:
         ) from error
 
 
+# Their modules load what was saved as it is, or under names of older versions of theirs.
+_LOAD_PLAINLY = frozenset({"torch", "torchao", "torchrl", "tensordict", "transformers", "peft"})
+
+
+def check_loading(model: Any, strategy: Strategy) -> None:
+    """Raise `ModelError` where a module loads its weights in a way that a receiver passes by.
+
+    Those are an own `load_state_dict` or `_load_from_state_dict`, and hooks of these.
+
+    Args:
+        model: what a receiver writes into.
+        strategy: ``"state_dict"`` loads in the module's way, so that nothing is passed by.
+    """
+    if strategy == "state_dict":
+        return
+    for root, outer in modules_in(model):
+        for name, module in outer.named_modules():
+            # Of the submodules, torch calls the second alone.
+            methods = [module._load_from_state_dict]
+            if module is outer:
+                methods.append(module.load_state_dict)
+            pre, post = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+            for what in (*methods, *pre.values(), *post.values()):
+                function = _function(getattr(what, "hook", what))
+                found = getattr(function, "__module__", None) or type(function).__module__
+                if found.partition(".")[0] not in _LOAD_PLAINLY:
+                    kind = f"its own {function.__name__}" if what in methods else "a load hook"
+                    raise ModelError(
+                        f"{root + name or 'the module'} (a {type(module).__name__}) loads weights "
+                        f"through {kind}, which strategy={strategy!r} does not call; type "
+                        "Sender(…, strategy='state_dict'), which does, or Receiver(…, load=…)"
+                    )
+
+
 def _function(method: Any) -> Any:
     """The function of a method, as it was before Ray wrapped it for the class of an actor."""
     return unwrap(getattr(method, "__func__", method))

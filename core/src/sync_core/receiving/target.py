@@ -16,7 +16,7 @@ from sync_core.hooks import BindContext, implemented
 from sync_core.layers import bind, declares, with_layout
 from sync_core.models.binding import Binding
 from sync_core.models.commit import drop_derived_weights, own_memory
-from sync_core.models.extract import named_tensors, not_saved
+from sync_core.models.extract import check_loading, named_tensors, not_saved
 from sync_core.models.lookup import look_up, refers, same
 from sync_core.models.match import check_match
 from sync_core.registry import Plugin
@@ -103,7 +103,9 @@ class Target:
         if by_reference:
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
-        elif not self._reshapes and self._load is None:
+        elif self._load is None:
+            check_loading(model, self._address.strategy)
+        if not by_reference and not self._reshapes and self._load is None:
             address = self._address
             registered = Binding(model, address.strategy).layout
             # No version, partial or whole, brings tensors that the sender's model lacks.
