@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from sync_core import ModelError, Receiver, Sender
+from sync_core import LayoutMismatchError, ModelError, Receiver, Sender
 
 
 class Turned(nn.Linear):
@@ -101,6 +101,7 @@ def with_compatibility_hooks() -> nn.Module:
     )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_loading_of_torch_s_own_modules_is_no_obstacle() -> None:
     with Sender("thread", with_compatibility_hooks(), num_workers=1) as sender:
         target = torch.compile(with_compatibility_hooks(), backend="eager")
@@ -108,3 +109,12 @@ def test_loading_of_torch_s_own_modules_is_no_obstacle() -> None:
             pending = sender.send_async()
             assert receiver.receive() == 1
             assert pending.wait().updated == (0,)
+
+
+def test_an_averaged_model_is_answered_by_its_module() -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(plain())
+    with (
+        Sender("thread", averaged, num_workers=1) as sender,
+        pytest.raises(LayoutMismatchError, match=r"averaged\.module"),
+    ):
+        Receiver(sender.address(0), plain())

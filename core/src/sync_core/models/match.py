@@ -133,6 +133,8 @@ def _describe_prefix(weights: Layout, model: Layout) -> str | None:
 
 def _map_names(weights: Layout) -> str:
     """Return what to type for weights whose names are not those of the model."""
+    if "n_averaged" in weights.index:
+        return "for an AveragedModel, send the model that it holds: Sender(…, averaged.module)"
     if any(name.startswith("base_model.model.") for name in weights.names):
         return 'for a PEFT model and workers without PEFT, type Sender(…, layers=[lora("merged")])'
     return (
