@@ -243,6 +243,12 @@ def check_memory(named: Mapping[str, Tensor]) -> None:
     # Such a tensor has no address. To read it, or to write to it, would end the process.
     for name, tensor in named.items():
         if tensor.numel() and not tensor.data_ptr():
+            if hasattr(tensor, "__tensor_flatten__"):
+                raise ModelError(
+                    f"{name!r} is a {type(tensor).__name__}, a subclass of Tensor that keeps its "
+                    "values in other tensors and has no memory itself; make those buffers or "
+                    "parameters of the module"
+                )
             raise ModelError(
                 f"{name!r} has no memory: its storage was resized to nothing, as sharding does "
                 "with parameters that are not in use; send and receive while the model is whole"
