@@ -28,19 +28,19 @@ class Outer(nn.Sequential):
         return super().load_state_dict(turned, *args, **kwargs)
 
 
-def plain() -> nn.Sequential:
+def plain() -> Any:
     return nn.Sequential(nn.Linear(3, 3, bias=False))
 
 
-def overridden() -> nn.Sequential:
+def overridden() -> Any:
     return nn.Sequential(Turned(3, 3, bias=False))
 
 
-def outermost() -> nn.Sequential:
+def outermost() -> Any:
     return Outer(nn.Linear(3, 3, bias=False))
 
 
-def before() -> nn.Sequential:
+def before() -> Any:
     def turn(module: nn.Module, state: dict[str, Tensor], prefix: str, *args: Any) -> None:
         del module, args
         state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
@@ -50,7 +50,7 @@ def before() -> nn.Sequential:
     return model
 
 
-def after() -> nn.Sequential:
+def after() -> Any:
     def turn(module: nn.Module, keys: Any) -> None:
         del keys
         module.weight.data.copy_(module.weight.data.t().clone())  # type: ignore[operator, union-attr]
@@ -62,17 +62,19 @@ def after() -> nn.Sequential:
 
 @pytest.mark.parametrize("make", [overridden, outermost, before, after])
 @pytest.mark.parametrize("given", ["module", "mapping", "reference", "layers"])
-def test_own_loading_is_refused_or_followed(make: Callable[[], nn.Sequential], given: str) -> None:
+def test_own_loading_is_refused_or_followed(make: Callable[[], Any], given: str) -> None:
     source: Any = {"a": plain()} if given == "mapping" else plain()
     target = make()
     model: Any = {"a": target} if given == "mapping" else target
-    options = {"layers": ["bf16"]} if given == "layers" else {}
+    options: dict[str, Any] = {"layers": ["bf16"]} if given == "layers" else {}
     held = target[0].weight.clone()
 
     def receive(strategy: Any) -> None:
         with Sender("thread", source, num_workers=1, strategy=strategy, **options) as sender:
             pending = None if given != "reference" else sender.send_async()
-            context = {"context": SimpleNamespace(model=model)} if given == "reference" else {}
+            context: dict[str, Any] = (
+                {"context": SimpleNamespace(model=model)} if given == "reference" else {}
+            )
             found = "model" if given == "reference" else model
             with Receiver(sender.address(0), found, **context) as receiver:
                 pending = pending or sender.send_async()
