@@ -384,7 +384,7 @@ def loaded(tmp_path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("make", [plain, on_an_array, on_a_buffer, in_a_file, loaded])
 @pytest.mark.parametrize("asked", [{}, {"consolidate": True}])
 def test_a_receiver_moves_what_torch_allocated_and_only_if_it_is_asked(
-    make: Callable[[Path], torch.Tensor], asked: dict[str, bool], tmp_path: Path
+    make: Callable[[Path], torch.Tensor], asked: Any, tmp_path: Path
 ) -> None:
     source, target = nn.Linear(600, 600), nn.Linear(600, 600)
     target.weight.data = make(tmp_path)
