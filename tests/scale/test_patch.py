@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sync_core import Layout, Payload
-from sync_core.errors import OptionError, PayloadError
+from sync_core.errors import OptionError, PayloadError, RequirementError
 from sync_core.transports import Block
 from sync_plugin_scale.increments.compare import Comparer, replace_units
 from sync_plugin_scale.increments.patch import (
@@ -199,10 +199,19 @@ def test_a_result_with_other_bits_is_found() -> None:
         patch.apply(body)
 
 
-def test_without_the_hash_library_there_is_no_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_result_is_checked_without_the_hash_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a hash of the standard library; a worker without the trainer's hash says what to type."""
+    with_library, body = sample()
     monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(RequirementError, match=r'pip install "sync-plugin-scale\[verify\]"'):
+        Patch.from_tensor(with_library.to_tensor()).apply(body.copy())
     patch, body = sample()
-    assert patch.checksum is None
+    monkeypatch.undo()
+    patch = Patch.from_tensor(patch.to_tensor())
+    wrong = body.copy()
+    wrong[7] += 1
+    with pytest.raises(PayloadError, match="version 5 has the checksum"):
+        patch.apply(wrong)
     patch.apply(body)
 
 

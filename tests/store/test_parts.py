@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import subprocess
 import sys
+import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -311,3 +314,39 @@ def test_a_model_of_fsdp2_reads_its_shard(tmp_path: Path) -> None:
     assert printed == ["version 1 equal True\n"] * 2
     assert files(tmp_path / "run")
     assert open_objects(str(tmp_path / "run"), 5.0).look("HEAD") is not None
+
+
+def test_a_server_without_ranges_is_named_at_once(tmp_path: Path) -> None:
+    """Such as Python's own; it serves whole models."""
+    trained, whole = weights(), weights(1)
+    command = [sys.executable, "-u", "-m", "http.server", "0", "-b", "127.0.0.1"]
+    with (
+        Sender("store", trained, url=str(tmp_path), chunks=True) as sender,
+        subprocess.Popen(
+            [*command, "-d", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            (url,) = re.findall(r"http://[0-9.:]+", server.stdout.readline())
+            sender.send()
+            address = at(sender.address(), url)
+            with Receiver(address, whole, timeout=60.0) as receiver:
+                assert receiver.receive() == 1
+            part = part_of({n: rows(tuple(t.shape), 1, 4) for n, t in trained.items()})
+            began = time.monotonic()
+            with (
+                Receiver(address, part, timeout=60.0) as receiver,
+                pytest.raises(PayloadError, match=r"whole objects alone, .*: sync-core serve DIR"),
+            ):
+                receiver.receive()
+            assert time.monotonic() - began < 20.0
+            for thread in threading.enumerate():
+                if thread.name.startswith("sync-store-get"):
+                    thread.join(20.0)
+        finally:
+            server.kill()
+    assert all(torch.equal(whole[name], trained[name]) for name in trained)

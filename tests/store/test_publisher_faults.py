@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import Lease
 from sync_plugin_store.objects import Directory, Found, Listed
 from sync_plugin_store.publisher import Publisher
+from sync_testing.fuzz import find
 
 
 class Failing(Directory):
@@ -44,6 +46,11 @@ class Failing(Directory):
     def list(self, prefix: str) -> Iterator[Listed]:
         self._try(f"list {prefix}")
         return super().list(prefix)
+
+
+def publisher_of(sender: Sender) -> Publisher:
+    (found,) = find(sender, Publisher)
+    return found
 
 
 def objects(directory: Path) -> set[str]:
@@ -104,6 +111,52 @@ def test_an_object_of_a_wrong_clock_ends_no_grace_and_no_lease(tmp_path: Path) -
     publisher.publish(payload_of(2))
     assert sorted(publisher.head.versions) == [1, 2]
     publisher.close()
+
+
+class Leasing(Directory):
+    """A directory in which a reader takes a lease while the head is replaced."""
+
+    lease: Callable[[], object] = staticmethod(lambda: None)
+
+    def swap(self, name: str, data: bytes, tag: str | None) -> str:
+        lease, self.lease = self.lease, lambda: None
+        lease()
+        return super().swap(name, data, tag)
+
+
+@pytest.mark.parametrize("swaps", [1, 2], ids=["before the head", "before what leaves is dropped"])
+def test_a_lease_that_is_granted_during_a_send_keeps_its_version(
+    tmp_path: Path, swaps: int
+) -> None:
+    place, copy = Leasing(tmp_path, "run"), model()
+    with ExitStack() as ends:
+        sender = ends.enter_context(Sender("store", model(1.0), url=str(tmp_path), keep=1, grace=0))
+        publisher_of(sender)._objects = place
+        sender.send()
+        run = ends.enter_context(Run(str(tmp_path), Run.key_of(sender), timeout=0.3))
+        granted = list[bool]()
+
+        def lease() -> None:
+            if swaps == 2 and not granted:
+                granted.append(False)
+                place.lease = lease
+                return
+            granted[:] = [True]
+            with suppress(StoreError):
+                ends.enter_context(run.lease(1))
+                return
+            granted[:] = [False]
+
+        place.lease = lease
+        for _ in range(3):
+            sender.send()
+        # Once the trainer has looked for leases of a version, none is granted.
+        assert granted == [swaps == 1]
+        assert run.versions() == ((1, 4) if granted[0] else (4,))
+        if granted[0]:
+            with Receiver(run.address(version=1), copy, timeout=5.0) as receiver:
+                assert receiver.receive() == 1
+            assert values(copy) == {1.0}
 
 
 def test_a_lease_that_is_being_written_is_not_removed(tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ def test_a_lease_that_is_wrong_keeps_nothing(tmp_path: Path, lease: bytes) -> No
             sender.send()
         with Run(str(tmp_path), Run.key_of(sender)) as run:
             assert run.versions() == (3,)
-    assert not (tmp_path / "leases" / "one.json").exists()
+    # It may be somebody else's.
+    assert (tmp_path / "leases" / "one.json").exists()
 
 
 def test_a_lease_that_cannot_be_read_keeps_all_versions(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,8 @@ from torch import Tensor, nn
 from sync_core import OptionError, Receiver, Sender, SenderLostError
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Increments, Part
-from sync_plugin_store import Mirror, Run, StoreError
-from sync_plugin_store.format import object_name
+from sync_plugin_store import ConflictError, Mirror, Run, StoreError
+from sync_plugin_store.format import HEAD, object_name
 from sync_plugin_store.objects import Directory
 
 
@@ -309,3 +312,45 @@ def test_increments_for_readers_that_answer_have_a_scheme() -> None:
         Sender("store", model(), num_workers=1, anchor_every=4)
     with pytest.raises(OptionError, match="anchor_every must be an integer >= 1, got 0"):
         Sender("store", model(), anchor_every=0)
+
+
+@pytest.mark.parametrize("library", [True, False], ids=["with xxhash", "without"])
+def test_an_increment_of_a_run_that_went_back_applies_to_its_own_base_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: bool
+) -> None:
+    """Such as in a bucket that was restored: version 2 is another then."""
+    if not library:
+        monkeypatch.setitem(sys.modules, "xxhash", None)
+    url, current, near = str(tmp_path / "run"), weights(), weights()
+    options: dict[str, Any] = {"url": url, "key": str(tmp_path / "k"), "anchor_every": 99}
+    trained = weights()
+    first = Sender("store", trained, **options)
+    first.send()
+    head = (tmp_path / "run" / HEAD).read_bytes()
+    key = Run.key_of(first)
+    with (
+        Mirror(url, str(tmp_path / "near"), key, poll=600.0) as mirror,
+        Receiver(first.address(), current, timeout=5.0) as reader,
+    ):
+        assert reader.receive() == 1
+        step(trained, 2)
+        first.send()
+        assert (reader.receive(), mirror.update()) == (2, 2)
+        (tmp_path / "run" / HEAD).write_bytes(head)
+        other = weights()
+        with Sender("store", other, version=1, **options) as second:
+            step(other, 7)
+            second.send()
+            step(other, 8)
+            assert second.send().version == 3
+            assert reader.receive() == 3
+            assert equal(current, other)
+            assert mirror.update() == 3
+            with Run(mirror.url, key) as run, Receiver(run.address(), near) as late:
+                assert late.receive() == 3
+            assert equal(near, other)
+            # Where only a part of a run went back, the newest version that fits is read.
+            manifest = run.manifest(3)
+            assert manifest.base_digest == run._head().versions[2]
+    with suppress(ConflictError):
+        first.close()

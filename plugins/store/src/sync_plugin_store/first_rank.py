@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from sync_core import Delivery, Layout, Payload, SyncError
+from sync_core import Delivery, Layout, OptionError, Payload, SyncError
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Holding
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
@@ -67,7 +67,7 @@ class FirstRank(Rank):
         # Of what all ranks write, which is written with the first version.
         self._piece: Piece | None = None
         self._session = Session(publisher.run, publisher.session, self._size)
-        self._write_session(objects.look(SESSION))
+        self._write_session(self._read_session())
         # Ranks that have not found this session yet write their records again when they do.
         self._remove_parts(0)
         self.write_holding(self._session)
@@ -92,6 +92,7 @@ class FirstRank(Rank):
             self._publish(payload, deadline)
         except BaseException as error:
             self._give_up(payload.version, error)
+            self._publisher.abandon(payload.version)
             raise
         self._remove_parts(payload.version)
         return {}
@@ -142,6 +143,7 @@ class FirstRank(Rank):
                     part = self._read_part(listed.name, rank, version, joined)
                     if part is not None:
                         found[rank] = part
+                        self._publisher.note_record(listed, part.file.objects)
             return True if len(found) == self._size - 1 else None
 
         if self.wait_for(look, deadline) is None:
@@ -186,6 +188,19 @@ class FirstRank(Rank):
             )
         return part
 
+    def _read_session(self) -> Found | None:
+        """Return the session that is there, which the next one replaces, if it is the run's."""
+        found = self._objects.look(SESSION)
+        try:
+            if found is not None:
+                Session.from_bytes(found.data, self._key.public)
+        except (SignatureError, PayloadError) as error:
+            raise OptionError(
+                f"{SESSION} in {self._objects.url} is not of the ranks of this run: {error}; "
+                "remove it, or give another url"
+            ) from error
+        return found
+
     def _write_session(self, standing: Found | None) -> None:
         tag = None if standing is None else standing.tag
         try:
@@ -213,12 +228,7 @@ class FirstRank(Rank):
 
     def _remove_parts(self, version: int) -> None:
         """Remove the records of versions up to this one, and those of sessions that have ended."""
-        ours = self._session.session
         try:
-            for listed in tuple(self._objects.list(PARTS)):
-                # Other names are of records that are being written, or are left to `collect`.
-                session, sent, _ = read_record_name(listed.name) or (ours, 0, 0)
-                if session != ours or 0 < sent <= version:
-                    self._objects.delete(listed.name)
+            self._publisher.remove_records(version)
         except StoreError as error:
             _log.warning("parts of version %d stay in %s: %s", version, self._objects.url, error)

@@ -29,17 +29,19 @@ __all__ = [
     "Manifest",
     "Piece",
     "digest_of",
+    "manifest_digest",
     "manifest_name",
     "object_name",
 ]
 
 #: The version of the format.
-FORMAT = 1
+FORMAT = 3
 #: That of the manifest of a version that several ranks wrote together.
 RANKS_FORMAT = 2
 #: The name of the one object that is ever replaced.
 HEAD = "HEAD"
 _DIGEST = re.compile("[0-9a-f]{64}")
+_MANIFEST = re.compile(r"manifests/([0-9a-f]{64})\.json")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # No version, size or count is as large.
 _BEYOND = 1 << 63
@@ -67,6 +69,12 @@ def object_name(digest: str) -> str:
 def manifest_name(digest: str) -> str:
     """Return the name of the manifest with this digest."""
     return f"manifests/{digest}.json"
+
+
+def manifest_digest(name: str) -> str | None:
+    """Return the digest in the name of a manifest; None for other names."""
+    match = _MANIFEST.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def is_name(text: object) -> bool:
@@ -150,6 +158,7 @@ class Manifest:
         run: the run that it belongs to.
         version: its number.
         base: the version that it builds on; 0 for a whole one.
+        base_digest: that of the manifest of the base; "" for a whole version.
         created: when it was written, in seconds since 1970, by the trainer's clock.
         pieces: the header, and then pieces of the body.
         chunks: the object with the sizes and digests of the body's chunks, by which readers of a
@@ -169,12 +178,15 @@ class Manifest:
     run: str
     version: int
     base: int = 0
+    base_digest: str = ""
     created: float = 0.0
     pieces: tuple[Piece, ...] = ()
     chunks: Piece | None = None
     anchor: bool = False
     ranks: tuple[File, ...] = ()
     holdings: Piece | None = None
+    #: Of the bytes from which it was read.
+    digest: str = field(default="", compare=False)
 
     @property
     def files(self) -> tuple[File, ...]:
@@ -201,6 +213,8 @@ class Manifest:
             "base": self.base,
             "created": self.created,
         }
+        if self.base:
+            content["base_digest"] = self.base_digest
         if self.ranks:
             assert self.holdings is not None
             content["holdings"] = [self.holdings.digest, self.holdings.nbytes]
@@ -221,9 +235,11 @@ class Manifest:
         content = read_json(data, "a manifest", (FORMAT, RANKS_FORMAT))
         try:
             known: dict[str, Any] = {
+                "digest": digest_of(data),
                 "run": read_text(content["run"]),
                 "version": read_count(content["version"]),
                 "base": read_count(content["base"]),
+                "base_digest": read_digest(content["base_digest"]) if content["base"] else "",
                 "created": float(content["created"]),
                 "anchor": content.get("anchor") is True,
             }
@@ -255,6 +271,7 @@ class Head:
         names: the versions that have names.
         address: the digest of the object with the readers' address; None where it has none.
         closed: whether the trainer has closed its sender.
+        leaving: versions of which no lease is granted any longer: the next head may not have them.
 
     Example:
         >>> key = SigningKey.generate()
@@ -270,6 +287,7 @@ class Head:
     names: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     address: str | None = None
     closed: bool = False
+    leaving: tuple[int, ...] = ()
 
     def to_bytes(self, key: SigningKey) -> bytes:
         """Return the head as it is stored: the key and its signature in a line, then the content.
@@ -287,6 +305,7 @@ class Head:
                 "names": dict(self.names),
                 "address": self.address,
                 "closed": self.closed,
+                "leaving": self.leaving,
             }
         )
         return signed(content, key)
@@ -314,6 +333,7 @@ class Head:
                 names={read_text(name): read_count(v) for name, v in parsed["names"].items()},
                 address=None if address is None else read_digest(address),
                 closed=bool(parsed["closed"]),
+                leaving=tuple(map(read_count, parsed["leaving"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PayloadError(f"not a head of a run: {error!r:.200}") from error
@@ -339,6 +359,11 @@ def signed_by(public: str, data: bytes, what: str, purpose: bytes = HEAD_PURPOSE
     Raises:
         SignatureError: it is signed with another key, or by none.
     """
+    if not data:
+        raise SignatureError(
+            f"{what} is empty, as after a loss of power; put that of a mirror or of a backup in "
+            "its place, or let the trainer begin a new run with another url"
+        )
     line, _, content = data.partition(b"\n")
     words = line.decode("ascii", "replace").split(" ")
     if len(words) != 3 or words[0] != "ed25519":

@@ -1,7 +1,8 @@
 """Increments in a run: whole versions, the anchors, and between them what changed since the last.
 
-A reader that joins late takes the newest anchor and what follows it. An increment holds positions
-and values, so it applies to each version from its base on.
+A reader that joins late takes the newest anchor and what follows it. The manifest of an increment
+names that of its base, so that an increment of a run that went back applies to nothing else: the
+digests of objects and manifests check every byte, and increments need no checksums of their own.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ class IncrementWriter:
 
     def __init__(self, anchor_every: int) -> None:
         self._every = anchor_every
-        self._history = History(Increments.below)
-        # The newest version that was published, and how many since the anchor, with it.
-        self._published = 0
+        self._history = History(Increments.below, checked=False)
+        # The newest version that was published, the digest of its manifest, and how many since the
+        # anchor, with it.
+        self._published, self._digest = 0, ""
         self._count = 0
 
-    def publish(self, payload: Payload, write: Callable[[Payload], str]) -> str:
+    def publish(self, payload: Payload, write: Callable[..., str]) -> str:
         """Publish a version, as an increment where that is short and an anchor is not due.
 
         Args:
             payload: the version.
-            write: publishes what it is given. Where it raises, the next increment builds on the
-                version before.
+            write: publishes what it is given, and the digest of the manifest of its base. Where it
+                raises, the next increment builds on the version before.
         """
         self._history.record(payload)
         patch = None
@@ -54,9 +56,10 @@ class IncrementWriter:
         else:
             tensor = patch.to_tensor()
             layout = Layout((TensorSpec(INCREMENT, torch.uint8, tuple(tensor.shape), 0),))
-            digest = write(Payload(patch.version, layout, (tensor,), base=patch.base))
+            increment = Payload(patch.version, layout, (tensor,), base=patch.base)
+            digest = write(increment, self._digest)
             self._count += 1
-        self._published = payload.version
+        self._published, self._digest = payload.version, digest
         self._history.forget(self._published, self._published)
         return digest
 
@@ -70,14 +73,14 @@ class IncrementReader:
 
     def __init__(self) -> None:
         self._kept: Packed | None = None
-        #: The version that is kept; 0 for none.
-        self.version = 0
+        #: The digest of the manifest of the version that is kept; "" for none.
+        self.digest = ""
         # Whether what is kept is read by the caller, so that it must not change.
         self._lent = False
 
     def needs(self, manifest: Manifest) -> bool:
         """Return whether a version needs its base, since what is kept is older."""
-        return manifest.base > 0 and not manifest.base <= self.version <= manifest.version
+        return manifest.base > 0 and manifest.base_digest != self.digest
 
     def make(self, chain: Sequence[Manifest], payloads: Sequence[Payload]) -> Payload:
         """Return a version, whole.
@@ -96,36 +99,36 @@ class IncrementReader:
             else:
                 whole = payload
                 if manifest.anchor:
-                    self._copy(payload)
+                    self._copy(manifest, payload)
         assert whole is not None
         return whole
 
-    def _copy(self, payload: Payload) -> None:
-        kept, self._kept, self.version = self._kept, None, 0
+    def _copy(self, manifest: Manifest, payload: Payload) -> None:
+        kept, self._kept, self.digest = self._kept, None, ""
         if kept is None or self._lent or kept.layout != payload.layout:
             kept, self._lent = Packed.allocate(payload.layout), False
         kept.pack(payload)
-        self._kept, self.version = kept, payload.version
+        self._kept, self.digest = kept, manifest.digest
 
     def _apply(self, manifest: Manifest, payload: Payload) -> Payload:
         """Apply an increment to what is kept."""
-        kept, version, self._kept, self.version = self._kept, self.version, None, 0
+        kept, digest, self._kept, self.digest = self._kept, self.digest, None, ""
         specs = payload.layout.specs
         if kept is None or len(specs) != 1 or (specs[0].name, specs[0].dtype) != _KIND:
             raise PayloadError(f"version {manifest.version} is not an increment of another")
         patch = Patch.from_tensor(payload.tensors[0], kept.body.nbytes)
         numbers = patch.base, patch.version
-        if numbers != (manifest.base, manifest.version) or not patch.base <= version:
+        if numbers != (manifest.base, manifest.version) or manifest.base_digest != digest:
             raise PayloadError(
                 f"version {manifest.version} is an increment from {patch.base} to {patch.version}, "
-                f"and version {version} is here"
+                f"on the manifest {manifest.base_digest[:12]}…, and that of {digest[:12]}… is here"
             )
         if patch.digest != kept.layout.digest:
             raise PayloadError(f"version {manifest.version} is an increment of another layout")
         if self._lent:
             kept, self._lent = kept.copy(), False
         patch.apply(kept.body)
-        self._kept, self.version = kept, manifest.version
+        self._kept, self.digest = kept, manifest.digest
         return self._lend(kept, payload)
 
     def _lend(self, kept: Packed, payload: Payload) -> Payload:

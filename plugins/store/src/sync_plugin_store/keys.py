@@ -25,14 +25,17 @@ class SigningKey:
 
     Args:
         key: the private key.
+        path: the file that has it; None for a key in memory.
 
     Example:
         >>> key = SigningKey.generate()
         >>> verify(key.public, key.sign(b"content"), b"content")
     """
 
-    def __init__(self, key: Ed25519PrivateKey) -> None:
+    def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
         self._key = key
+        #: The file that has it; None for a key in memory.
+        self.path = None if path is None else path.absolute()
         #: The public key, in hexadecimal.
         self.public = key.public_key().public_bytes_raw().hex()
 
@@ -62,7 +65,7 @@ class SigningKey:
                 f"key={str(path)!r} must hold an Ed25519 key, got {type(key).__name__}; name a "
                 "file that is not there yet, and a key is made"
             )
-        return cls(key)
+        return cls(key, path)
 
     def sign(self, content: bytes, purpose: bytes = HEAD_PURPOSE) -> str:
         """Return the signature of content for a purpose, in hexadecimal."""

@@ -90,8 +90,11 @@ class LaterRank(Rank):
         try:
             self._write(payload, after, deadline)
         except BaseException:
+            if self._session is not None:
+                self._writer.name(self._session.run, version, self._writer.take_written())
             self._withdraw(version)
             raise
+        self._writer.take_written()
         return {}
 
     def close(self) -> None:
@@ -111,6 +114,8 @@ class LaterRank(Rank):
             if head is not None and head.version >= version:
                 return True
             if head is not None and head.closed and self._bound:
+                # It may have given the version up before, and says why.
+                self._look_joined(version)
                 raise StoreError(
                     f"version {version} was not published, as rank 0 has closed its sender"
                 )
@@ -169,6 +174,7 @@ class LaterRank(Rank):
 
         Raises:
             StoreError: the first rank has given the version up.
+            LayoutMismatchError: the same, as the ranks do not hold a whole model.
         """
         session = self._look_session()
         if session is None:
@@ -178,6 +184,8 @@ class LaterRank(Rank):
             if head is not None and head.version >= version:
                 # Published since the last look: rank 0 lost the answer about it, and gave it up.
                 return None
+            # Every rank finds out by itself where the ranks do not hold a whole model.
+            self.join(session)
             raise StoreError(
                 f"version {version} was not published, as rank 0 has given it up: {session.reason}"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,15 +14,22 @@ from dataclasses import dataclass
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.objects import Listed, Objects
 
-__all__ = ["LEASES", "Lease", "leased_versions", "store_time"]
+__all__ = ["Lease", "lease_name", "leased_versions", "store_time"]
 
-#: The folder of the leases.
-LEASES = "leases/"
+_LEASES = "leases/"
+# The names of `lease_name`. Leases that other programs have written under other names count, and
+# are left to them.
+_OURS = re.compile(rf"{_LEASES}[0-9a-f]{{16}}\.json")
 _log = logging.getLogger("sync_core")
 # A lease that was written wrongly keeps a version for this long at most, in seconds.
 _LONGEST_LEASE = 30 * 86400.0
 # A lease takes less, in bytes.
 _LARGEST_LEASE = 1 << 12
+
+
+def lease_name() -> str:
+    """Return a name for a lease."""
+    return f"{_LEASES}{secrets.token_hex(8)}.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +39,38 @@ class Lease:
     Args:
         version: the version.
         seconds: how long it is kept from the time at which the lease was written.
+        run: the run's id; "" where it is not known.
     """
 
     version: int
     seconds: float
+    run: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the lease as it is stored."""
-        return json.dumps({"version": self.version, "seconds": self.seconds}).encode()
+        content = {"version": self.version, "seconds": self.seconds, "run": self.run}
+        return json.dumps(content).encode()
 
     @classmethod
     def of(cls, data: bytes) -> Lease | None:
         """Return the lease that `to_bytes` wrote; None for anything else."""
         try:
             content = json.loads(data)
-            return cls(int(content["version"]), min(float(content["seconds"]), _LONGEST_LEASE))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            seconds = min(float(content["seconds"]), _LONGEST_LEASE)
+            return cls(int(content["version"]), seconds, str(content.get("run", "")))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
 
-def leased_versions(objects: Objects, versions: Iterable[int], grace: float) -> set[int]:
-    """Return the versions that readers have leases of, and remove the leases that have ended.
+def leased_versions(objects: Objects, run: str, versions: Iterable[int]) -> set[int]:
+    """Return the versions that readers have leases of, and remove the run's that have ended.
 
     Args:
         objects: where the run is.
+        run: the run's id.
         versions: those that are kept; all of them stay where a lease cannot be read.
-        grace: how long a lease that is not one stays, in seconds: it may be on its way.
     """
-    found = list(objects.list(LEASES))
+    found = list(objects.list(_LEASES))
     if not found:
         return set()
     # By the store's clock: a manifest has just been written.
@@ -71,11 +84,12 @@ def leased_versions(objects: Objects, versions: Iterable[int], grace: float) -> 
             _log.warning("a lease keeps all versions, since it cannot be read: %s", error)
             leased.update(versions)
             continue
-        age = now - each.modified
+        if lease is None or lease.run not in ("", run):
+            continue
         # Not true of a time that is not a number, or is years ahead.
-        if lease is not None and -_LONGEST_LEASE < age <= lease.seconds:
+        if -_LONGEST_LEASE < now - each.modified <= lease.seconds:
             leased.add(lease.version)
-        elif lease is not None or age >= grace:
+        elif lease.run and _OURS.fullmatch(each.name):
             with suppress(StoreError):
                 objects.delete(each.name)
     return leased

@@ -20,8 +20,10 @@ from sync_plugin_store.format import (
     digest_of,
     manifest_name,
     object_name,
+    signed_by,
 )
-from sync_plugin_store.objects import Directory, Patience, open_objects
+from sync_plugin_store.named import NamedObjects, check_unused
+from sync_plugin_store.objects import Directory, Patience, is_temporary, open_objects
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.web import serve
 
@@ -47,6 +49,10 @@ class Mirror:
         poll: seconds between two looks for a new version.
         grace: how long what is gone from the run stays for those that read it, in seconds.
         timeout: how long a place that fails is tried again, in seconds.
+
+    Raises:
+        OptionError: the directory holds other things, and no run.
+        SignatureError: the directory holds a run of another key.
 
     Example:
         >>> import tempfile, torch
@@ -80,8 +86,15 @@ class Mirror:
         self._key = key
         self._reader = RunReader([open_objects(url, timeout)], key, timeout=timeout)
         path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
         self._copy = Directory(path, directory)
+        found = self._copy.look(HEAD)
+        check_unused(self._copy, found)
+        if found is not None and found.data:
+            # Of another run with this key: its place is taken.
+            signed_by(key, found.data, f"{HEAD} in {directory}")
+        path.mkdir(parents=True, exist_ok=True)
+        # What alone may be removed.
+        self._named: NamedObjects | None = None
         self._poll, self._grace = poll, grace
         # Those of the versions that are copied.
         self._manifests: dict[int, Manifest] = {}
@@ -111,9 +124,10 @@ class Mirror:
                 return 0
             self._manifests = self._wanted(head)
             for version, manifest in self._manifests.items():
-                self._copy_objects(manifest)
                 digest = head.versions[version]
+                # First, as it proves that the objects are the run's.
                 self._copy_record(manifest_name(digest), digest)
+                self._copy_objects(manifest)
             if head.address is not None:
                 self._copy_record(object_name(head.address), head.address)
             self._write_head(head)
@@ -151,7 +165,11 @@ class Mirror:
             version = todo.pop()
             if not version or version in wanted or version not in head.versions:
                 continue
-            manifest = self._manifests.get(version) or self._reader.manifest(version)
+            known = self._manifests.get(version)
+            if known is not None and known.digest == head.versions[version]:
+                manifest = known
+            else:
+                manifest = self._reader.manifest(version)
             wanted[version] = manifest
             todo.append(manifest.base)
         return wanted
@@ -209,11 +227,22 @@ class Mirror:
         needed |= {object_name(piece.digest) for each in copied for piece in each.objects}
         if head.address is not None:
             needed.add(object_name(head.address))
-        listed = [*self._copy.list("objects/"), *self._copy.list("manifests/")]
+        manifests = [each.name for each in self._copy.list("manifests/")]
+        if self._named is None:
+            self._named = NamedObjects(self._copy, head.run)
+        self._named.read(manifests)
+        if head.address is not None:
+            self._named.note([Piece(head.address, 0)])
         now = time.monotonic()
-        unneeded = {each.name for each in listed} - needed
+        # Manifests last, as they prove that the others are the run's.
+        listed = [*(each.name for each in self._copy.list("objects/")), *manifests]
+        unneeded = [name for name in listed if name not in needed and self._removable(name)]
         self._checked &= needed
         self._unneeded = {name: self._unneeded.get(name, now) for name in unneeded}
         for name, since in self._unneeded.items():
             if now - since > self._grace:
                 self._copy.delete(name)
+
+    def _removable(self, name: str) -> bool:
+        assert self._named is not None
+        return name in self._named or is_temporary(name)

@@ -6,12 +6,13 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import stat
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,7 @@ __all__ = [
     "Objects",
     "Patience",
     "Validator",
+    "is_temporary",
     "open_all",
     "open_objects",
 ]
@@ -47,10 +49,25 @@ _PIECE = 1 << 20
 _WEB = ("http://", "https://")
 # From one try of a broken transfer to the next, in seconds; doubled up to the second.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+# Of files that are being written, before their random part.
+_TEMPORARY = ".sync-store-"
+_IS_TEMPORARY = re.compile(r"(?:[a-z]+/)?\.sync-store-[0-9a-f]{16}")
+# What a loss of power may take, since it ends what needs it.
+_VOLATILE = ("answers/", "parts/")
 
 
 class NoRangesError(StoreError):
     """A web server brings whole objects alone."""
+
+
+def is_temporary(name: str) -> bool:
+    """Return whether a name is that of a file that `Directory.put` was writing.
+
+    Example:
+        >>> is_temporary("objects/.sync-store-0123456789abcdef"), is_temporary("objects/.half")
+        (True, False)
+    """
+    return bool(_IS_TEMPORARY.fullmatch(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +231,10 @@ class Objects(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to end
         """End the requests that are under way."""
 
+    @abstractmethod
+    def walk(self) -> Iterator[str]:
+        """Return the names of all that is there, at any depth, as it is found."""
+
 
 def open_all(urls: Sequence[str], timeout: float) -> list[Objects]:
     """Return places that have the same; see `open_objects`.
@@ -226,7 +247,9 @@ def open_all(urls: Sequence[str], timeout: float) -> list[Objects]:
     return [open_objects(url, each, redirects=web) for url in urls]
 
 
-def open_objects(url: str, timeout: float, *, redirects: Sequence[str] = ()) -> Objects:
+def open_objects(
+    url: str, timeout: float, *, redirects: Sequence[str] = (), durable: bool = True
+) -> Objects:
     """Return the place that a URL names.
 
     Args:
@@ -234,6 +257,7 @@ def open_objects(url: str, timeout: float, *, redirects: Sequence[str] = ()) -> 
             ``http://host/run`` or ``https://…``.
         timeout: how long a store that fails is tried again, in seconds.
         redirects: URLs of further servers to which a web server may redirect.
+        durable: whether what is written to a directory must outlast a loss of power.
 
     Raises:
         OptionError: it names none.
@@ -246,7 +270,8 @@ def open_objects(url: str, timeout: float, *, redirects: Sequence[str] = ()) -> 
     """
     scheme = urlsplit(url).scheme
     if scheme in ("", "file") and "\0" not in unquote(url):
-        return Directory(Path(unquote(urlsplit(url).path) if scheme else url), url, timeout)
+        path = Path(unquote(urlsplit(url).path) if scheme else url)
+        return Directory(path, url, timeout, durable=durable)
     if url.startswith(_WEB):
         from sync_plugin_store.web_objects import WebObjects
 
@@ -259,21 +284,31 @@ def open_objects(url: str, timeout: float, *, redirects: Sequence[str] = ()) -> 
     )
 
 
-def open_file(path: Path, *, links: bool = True) -> BufferedReader:
+def open_file(path: Path) -> BufferedReader:
     """Open a file for reading, without waiting for a writer where a pipe is in its place.
-
-    Args:
-        path: the file.
-        links: whether it may be a symbolic link to one.
 
     Raises:
         OSError: there is none, or something that is not a file.
     """
-    extra = os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra))  # noqa: SIM115
+    return _opened(str(path), lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def open_below(directory: Path, name: str) -> BufferedReader:
+    """Open a file below a directory for reading, as `open_file` does, and follow no link there.
+
+    Raises:
+        OSError: there is none, or something that is not a file, such as a link.
+    """
+    with _folder_of(directory, name) as (folder, last):
+        extra = os.O_NONBLOCK | os.O_NOFOLLOW
+        return _opened(last, lambda file, flags: os.open(file, flags | extra, dir_fd=folder))
+
+
+def _opened(name: str, opener: Callable[[str, int], int]) -> BufferedReader:
+    file = open(name, "rb", opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "is not a file", str(path))
+        raise OSError(errno.EINVAL, "is not a file", name)
     return file
 
 
@@ -282,23 +317,59 @@ def _state_of(file: BufferedReader) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
+@contextmanager
+def _folder_of(directory: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """Open the folder of a name below a directory, where no link is followed.
+
+    Args:
+        directory: itself it may be a link.
+        name: of a file in a folder there.
+        make: whether folders that are missing are made.
+
+    Yields:
+        The folder's descriptor, and the last part of the name.
+
+    Raises:
+        OSError: there is none, or a link in its place.
+    """
+    *folders, last = name.split("/")
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    descriptor = os.open(directory, flags)
+    try:
+        for folder in folders:
+            if make:
+                with suppress(FileExistsError):
+                    os.mkdir(folder, dir_fd=descriptor)
+            outer = descriptor
+            descriptor = os.open(folder, flags | os.O_NOFOLLOW, dir_fd=outer)
+            os.close(outer)
+        yield descriptor, last
+    finally:
+        os.close(descriptor)
+
+
 class Directory(Objects):
     """A directory; a network's file system or a web server may show it elsewhere.
 
-    Objects appear by a rename. A replacement takes a lock on the directory's ``.lock``.
+    Objects appear by a rename. A replacement takes a lock on the directory's ``.lock``. Nothing is
+    written, listed or removed through a link below the directory.
 
     Args:
         path: the directory; made when something is first written.
         url: what the user typed.
         timeout: how long the lock is waited for, in seconds.
+        durable: whether what is written must outlast a loss of power.
     """
 
     near = True
 
-    def __init__(self, path: Path, url: str, timeout: float = 60.0) -> None:
+    def __init__(
+        self, path: Path, url: str, timeout: float = 60.0, *, durable: bool = True
+    ) -> None:
         super().__init__(url)
         self.path = path.absolute()
         self._timeout = timeout
+        self._durable = durable
 
     def look(self, name: str, tag: str | None = None) -> Found | None:
         try:
@@ -344,26 +415,39 @@ class Directory(Objects):
         return True
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        path = self.path / name
-        part = path.with_name(f".{secrets.token_hex(8)}")
-        with ExitStack() as failed:
-            # The disk is full, or Ctrl-C: a part would stay there for good.
-            failed.callback(part.unlink, missing_ok=True)
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+        part = f"{_TEMPORARY}{secrets.token_hex(8)}"
+        durable = self._durable and not name.startswith(_VOLATILE)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with (
+                _folder_of(self.path, name, make=True) as (folder, last),
+                ExitStack() as failed,
+            ):
+                # The disk is full, or Ctrl-C: a part would stay there for good.
+                failed.callback(_unlink, part, folder)
                 with uninterrupted():
-                    file = failed.enter_context(part.open("xb", buffering=0))
+                    file = failed.enter_context(
+                        open(
+                            part,
+                            "xb",
+                            buffering=0,
+                            opener=lambda file, flags: os.open(file, flags, 0o666, dir_fd=folder),
+                        )
+                    )
                 rest = memoryview(data)
                 while rest:
                     rest = rest[file.write(rest) :]
+                if durable:
+                    os.fsync(file.fileno())
                 # Before the rename: NFS shows others what was written when the file is closed.
                 file.close()
-                part.replace(path)
-            except OSError as error:
-                raise StoreError(
-                    f"cannot write {name} in {self.url}: {error}; make room there, or give "
-                    "another url"
-                ) from error
+                os.replace(part, last, src_dir_fd=folder, dst_dir_fd=folder)
+                if durable:
+                    os.fsync(folder)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write {name} in {self.url}: {error}; {self._advice(name)}"
+            ) from error
 
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
         with self._locked():
@@ -374,23 +458,42 @@ class Directory(Objects):
         return hashlib.sha256(data).hexdigest()
 
     def delete(self, name: str) -> None:
-        with suppress(OSError):
-            (self.path / name).unlink(missing_ok=True)
+        with suppress(OSError), _folder_of(self.path, name) as (folder, last):
+            os.unlink(last, dir_fd=folder)
 
     def list(self, prefix: str) -> Iterator[Listed]:
-        with suppress(FileNotFoundError), os.scandir(self.path / prefix) as entries:
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            _folder_of(self.path, prefix) as (folder, _),
+            os.scandir(folder) as entries,
+        ):
             for entry in entries:
-                # One that is gone, or links to itself.
-                with suppress(OSError):
-                    found = entry.stat()
-                    if entry.is_file():
+                with suppress(OSError):  # one that is gone
+                    found = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(found.st_mode):
                         yield Listed(prefix + entry.name, found.st_size, found.st_mtime)
+
+    def walk(self) -> Iterator[str]:
+        for folder, folders, files in os.walk(self.path):
+            links = (name for name in folders if (Path(folder) / name).is_symlink())
+            for name in (*files, *links):
+                yield str((Path(folder) / name).relative_to(self.path))
+
+    def _advice(self, name: str) -> str:
+        folder = self.path / name.rpartition("/")[0]
+        if folder != self.path and folder.is_symlink():
+            return f"{folder} is a link, which is not followed: put a directory in its place"
+        return "make room there, or give another url"
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a")
+            lock = open(  # noqa: SIM115
+                self.path / ".lock",
+                "a",
+                opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
+            )
         except OSError as error:
             raise StoreError(
                 f"cannot write in {self.url}: {error}; make the directory writable, or give "
@@ -405,6 +508,11 @@ class Directory(Objects):
                         "give another url"
                     )
             yield
+
+
+def _unlink(name: str, folder: int) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)
 
 
 def _try_lock(file: TextIO) -> bool:
@@ -550,11 +658,14 @@ class RemoteObjects(Objects):
 
     def list(self, prefix: str) -> Iterator[Listed]:
         try:
-            for some in self._api.list(self._store, prefix.rstrip("/")):
+            for some in self._api.list(self._store, prefix.rstrip("/") or None):
                 for each in some:
                     yield Listed(each["path"], each["size"], each["last_modified"].timestamp())
         except self._errors.BaseError as error:
             raise self._failed("list", prefix, error) from error
+
+    def walk(self) -> Iterator[str]:
+        return (each.name for each in self.list(""))
 
     def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Any:
         try:
@@ -565,6 +676,12 @@ class RemoteObjects(Objects):
             raise self._failed("write", name, error) from error
 
     def _failed(self, verb: str, name: str, error: Exception) -> StoreError:
+        if isinstance(error, self._errors.NotSupportedError):
+            return NoRangesError(
+                f"{self.url} brings whole objects alone, and readers of a shard ask for parts of "
+                "them; serve the run by: sync-core serve DIRECTORY, or by another server with "
+                "ranges, such as nginx, or give Receiver a whole model"
+            )
         refused = isinstance(
             error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,11 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from sync_core import Payload
 from sync_plugin_std.stores import parts_of
 from sync_plugin_store.chunks import cuts_of, digests_between, write_chunks
-from sync_plugin_store.format import File, Piece, digest_of, object_name
+from sync_plugin_store.errors import StoreError
+from sync_plugin_store.format import File, Manifest, Piece, digest_of, manifest_name, object_name
 from sync_plugin_store.objects import Objects
 
 __all__ = ["PieceWriter", "pieces_of"]
 
+_log = logging.getLogger("sync_core")
 # Smaller bodies are read whole by readers of a part, and not cut into chunks, in bytes.
 _SMALL = 1 << 20
 
@@ -34,6 +37,8 @@ class PieceWriter:
         self._chunks = chunks
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
         self._most = 2 * streams
+        # Since `take_written`; several threads add to it.
+        self._written: list[Piece] = []
 
     def write(self, payload: Payload, known: Collection[str], *, divided: bool = True) -> File:
         """Write the objects of a version that are not there yet.
@@ -56,12 +61,36 @@ class PieceWriter:
         listed = write_chunks([chunk for _, chunks in found for chunk in chunks])
         return File(pieces, self.write_object(listed, known))
 
-    def write_object(self, data: bytes, known: Collection[str] = ()) -> Piece:
-        """Write one object, if it is not there yet."""
-        piece = Piece(digest_of(data), len(data))
+    def write_object(
+        self, data: bytes | memoryview, known: Collection[str] = (), piece: Piece | None = None
+    ) -> Piece:
+        """Write one object, if it is not there yet; ``piece`` names it where that is known."""
+        piece = piece or Piece(digest_of(data), len(data))
         if piece.digest not in known:
+            self._written.append(piece)
             self._objects.put(object_name(piece.digest), data)
         return piece
+
+    def take_written(self) -> tuple[Piece, ...]:
+        """Return the objects that were written, or begun, since the last call."""
+        written, self._written = self._written, []
+        return tuple(written)
+
+    def name(self, run: str, version: int, pieces: Collection[Piece]) -> None:
+        """Name objects that no version has in a manifest, so that they can be removed as the run's.
+
+        Args:
+            run: the run's id.
+            version: the version for which they were written.
+            pieces: the objects.
+        """
+        if not pieces:
+            return
+        data = Manifest(run=run, version=version, pieces=tuple(pieces)).to_bytes()
+        try:
+            self._objects.put(manifest_name(digest_of(data)), data)
+        except StoreError as error:
+            _log.warning("parts of version %d stay in %s: %s", version, self._objects.url, error)
 
     def close(self) -> None:
         """End the threads, when all is written."""
@@ -80,11 +109,10 @@ class PieceWriter:
 
         def write(data: bytes | memoryview, start: int) -> tuple[Piece, list[tuple[int, bytes]]]:
             try:
-                digest = digest_of(data)
-                if digest not in known and not failed.is_set():
-                    self._objects.put(object_name(digest), data)
-                chunks = digests_between(data, start, cuts) if cuts and start >= 0 else []
-                return Piece(digest, len(data)), chunks
+                piece = Piece(digest_of(data), len(data))
+                if not failed.is_set():
+                    self.write_object(data, known, piece)
+                return piece, digests_between(data, start, cuts) if cuts and start >= 0 else []
             except BaseException:
                 failed.set()
                 raise

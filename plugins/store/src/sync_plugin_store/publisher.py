@@ -19,6 +19,7 @@ from sync_plugin_store.format import (
     HEAD,
     Head,
     Manifest,
+    Piece,
     digest_of,
     is_name,
     manifest_name,
@@ -26,7 +27,8 @@ from sync_plugin_store.format import (
 )
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import leased_versions, store_time
-from sync_plugin_store.objects import LONGEST_RECORD, Found, Listed, Objects
+from sync_plugin_store.named import NamedObjects, check_unused
+from sync_plugin_store.objects import LONGEST_RECORD, Found, Listed, Objects, is_temporary
 from sync_plugin_store.pieces import PieceWriter
 from sync_plugin_store.records import PARTS, SESSION, pieces_of_record, read_record_name
 
@@ -52,6 +54,7 @@ class Publisher:
 
     Raises:
         ConflictError: the run that is there is another trainer's.
+        OptionError: other things are there, and no run.
         StoreError: the store cannot be reached.
     """
 
@@ -74,8 +77,8 @@ class Publisher:
         self.session = session
         # The digests of objects that kept versions refer to, and that are not there as a whole.
         self._lost: set[str] = set()
-        # The records of the session's ranks as they were listed, and what they refer to, by name.
-        self._records: dict[str, tuple[Listed, set[str]]] = {}
+        # The records of the run's ranks as they were listed, and what they refer to, by name.
+        self._records: dict[str, tuple[Listed, tuple[Piece, ...]]] = {}
         # Of what is not kept any longer: when it may go, and its names.
         self._leaving: deque[tuple[float, list[str]]] = deque()
         # For the head, and what is known of the store; held while both change.
@@ -83,6 +86,8 @@ class Publisher:
         self._head, self._tag = self._begin()
         # The head that was to be written last, whether or not it was.
         self._writing = self._head
+        # What alone may be removed.
+        self._named = NamedObjects(objects, self._head.run)
         self._manifests = self._read_manifests()
         #: Writes the pieces of versions.
         self.writer = PieceWriter(
@@ -104,6 +109,7 @@ class Publisher:
         payload: Payload,
         *,
         base: int = 0,
+        base_digest: str = "",
         anchor: bool = False,
         address: bytes | None = None,
     ) -> str:
@@ -112,6 +118,7 @@ class Publisher:
         Args:
             payload: the version; its tensors are read when this returns.
             base: the version that it builds on; 0 for a whole one.
+            base_digest: that of the manifest of the base.
             anchor: whether increments may build on it.
             address: what readers need to know of this run beside its versions.
 
@@ -123,18 +130,30 @@ class Publisher:
             ConflictError: another trainer has written to the run.
         """
         self.check_newer(payload.version)
-        # Of an increment, no reader can use a part.
-        written = self.writer.write(payload, self.known, divided=not base)
-        manifest = Manifest(
-            run=self.run,
-            version=payload.version,
-            base=base,
-            created=round(time.time(), 3),
-            pieces=written.pieces,
-            chunks=written.chunks,
-            anchor=anchor,
-        )
-        return self.commit(manifest, address=address)
+        try:
+            # Of an increment, no reader can use a part.
+            written = self.writer.write(payload, self.known, divided=not base)
+            manifest = Manifest(
+                run=self.run,
+                version=payload.version,
+                base=base,
+                base_digest=base_digest,
+                created=round(time.time(), 3),
+                pieces=written.pieces,
+                chunks=written.chunks,
+                anchor=anchor,
+            )
+            return self.commit(manifest, address=address)
+        except BaseException:
+            self.abandon(payload.version)
+            raise
+
+    def abandon(self, version: int) -> None:
+        """Name what was written of a version that is not published, so that it can be removed."""
+        pieces = self.writer.take_written()
+        self._let_go([object_name(piece.digest) for piece in pieces])
+        self._named.note(pieces)
+        self.writer.name(self.run, version, pieces)
 
     @property
     def known(self) -> set[str]:
@@ -179,6 +198,8 @@ class Publisher:
             )
         digest = digest_of(data)
         self._objects.put(manifest_name(digest), data)
+        self._named.note_manifest(digest, manifest)
+        self.writer.take_written()
         found = None
         if address is not None:
             found = digest_of(address)
@@ -187,21 +208,19 @@ class Publisher:
         with self._lock:
             self._manifests[manifest.version] = manifest
             self._lost.difference_update(piece.digest for piece in manifest.objects)
-            before = self._replace(
+            addressed = self._head.address
+            self._replace(
                 lambda head: {
                     "version": manifest.version,
-                    "versions": self._kept(
-                        {**head.versions, manifest.version: digest}, head.names.values()
-                    ),
+                    **self._leave({**head.versions, manifest.version: digest}, head.names),
                     "address": found or head.address,
                     "closed": False,
                 }
             )
-            # Also of publications that have failed after their manifest was written.
-            names = {v: digest_of(m.to_bytes()) for v, m in self._left().items()}
-            names |= {v: d for v, d in before.items() if v not in self._head.versions}
-            self._drop(names)
+            if addressed not in (None, self._head.address):
+                self._let_go([object_name(addressed or "")])
         try:
+            self._drop_left()
             self._remove_due()
         except StoreError as error:
             # The version can be read.
@@ -248,22 +267,66 @@ class Publisher:
         What ranks of this session have written stays, for a version that is not published yet, and
         what has been dropped stays for the grace. So do younger objects, by the store's clock.
 
+        What no manifest and no record of this run has named is somebody else's, or was left by a
+        trainer that was killed within a send, and stays.
+
         Returns:
             How many objects were removed.
         """
         with self._lock:
-            listed = [*self._objects.list("objects/"), *self._objects.list("manifests/")]
+            manifests = list(self._objects.list("manifests/"))
+            listed = [*self._objects.list("objects/"), *manifests]
             records = list(self._objects.list(PARTS))
+            self._named.read(each.name for each in manifests)
+            read = self._read_records(records)
+            self._records = {name: self._records[name] for name in read}
             sizes = {each.name: each.nbytes for each in listed}
             needed = (piece for m in self._manifests.values() for piece in m.objects)
             self._lost = {p.digest for p in needed if sizes.get(object_name(p.digest)) != p.nbytes}
             now = store_time([*listed, *records])
-            standing = self._standing() | self._standing_records(records)
+            standing = self._standing() | self._standing_records(read)
             standing.update(name for _, names in self._leaving for name in names)
-            old = [each for each in (*listed, *records) if now - each.modified > self._grace]
-            gone = [each.name for each in old if each.name not in standing]
+            gone = [
+                each.name
+                for each in (*listed, *records)
+                if now - each.modified > self._grace
+                and each.name not in standing
+                and (each.name in self._named or each.name in read or is_temporary(each.name))
+            ]
+            # A manifest stays for as long as an object that it alone may have named.
+            left = sizes.keys() - standing.union(gone)
+            gone = [name for name in gone if left.isdisjoint(self._named.objects_of(name))]
             self._delete(gone)
             return len(gone)
+
+    def note_record(self, record: Listed, pieces: tuple[Piece, ...]) -> None:
+        """Take note of a record of a rank, which was read, and of what it refers to."""
+        with self._lock:
+            self._records[record.name] = record, pieces
+            self._named.note(pieces)
+
+    def remove_records(self, version: int) -> None:
+        """Remove the records of ranks of versions up to this one, and of sessions that have ended.
+
+        Raises:
+            StoreError: the store failed.
+        """
+        with self._lock:
+            old = []
+            for each in self._objects.list(PARTS):
+                session, sent, _ = read_record_name(each.name) or (self.session, 0, 0)
+                if session != self.session or 0 < sent <= version:
+                    old.append(each)
+            read = self._read_records(old)
+            published = f"-{self._head.version}-"
+            others = {p for name, ps in read.items() if published not in name for p in ps}
+            if others:
+                standing = self._standing()
+                pieces = [piece for piece in others if object_name(piece.digest) not in standing]
+                self.writer.name(self.run, version, pieces)
+            for name in read:
+                self._objects.delete(name)
+                self._records.pop(name, None)
 
     def close(self) -> None:
         """Write that no version follows, and end the threads."""
@@ -278,11 +341,14 @@ class Publisher:
     def _begin(self) -> tuple[Head, str | None]:
         """Return the head of the run that is there, or that of a new one."""
         found = self._objects.look(HEAD)
+        check_unused(self._objects, found, self._key.path)
         if found is None:
             return Head(run=secrets.token_hex(16), sequence=0), None
         try:
             return Head.from_bytes(found.data, self._key.public), found.tag
         except SignatureError as error:
+            if not found.data:
+                raise
             raise ConflictError(
                 f"the run in {self._objects.url} was signed with another key; give the key of its "
                 "trainer, Sender(…, key='FILE'), or another url"
@@ -293,7 +359,8 @@ class Publisher:
         for version, digest in self._head.versions.items():
             record = self._objects.look(manifest_name(digest))
             if record is not None and digest_of(record.data) == digest:
-                found[version] = Manifest.from_bytes(record.data)
+                manifest = found[version] = Manifest.from_bytes(record.data)
+                self._named.note_manifest(digest, manifest)
         return found
 
     def _replace(
@@ -345,13 +412,40 @@ class Publisher:
         except (SignatureError, PayloadError):
             return None
 
-    def _kept(self, versions: Mapping[int, str], named: Iterable[int]) -> dict[int, str]:
-        """Return those of the versions that something keeps."""
+    def _leave(self, versions: Mapping[int, str], names: Mapping[str, int]) -> dict[str, Any]:
+        """Return the entries of a head of which nothing but a lease keeps all versions."""
+        leaving = versions.keys() - self._kept(versions, names)
+        return {"versions": versions, "leaving": tuple(sorted(leaving))}
+
+    def _kept(self, versions: Iterable[int], names: Mapping[str, int]) -> set[int]:
+        """Return those of the versions that something other than a lease keeps."""
         newest = sorted(versions)[-self._keep :]
-        kept = self._with_bases({*newest, *named})
-        if not kept.issuperset(versions):
-            kept |= self._with_bases(leased_versions(self._objects, versions, self._grace))
-        return {version: digest for version, digest in versions.items() if version in kept}
+        return self._with_bases({*newest, *names.values()})
+
+    def _drop_left(self) -> None:
+        """Drop the versions that nothing keeps, and no lease either.
+
+        The head has said already that they leave: no lease of them is granted from then on.
+        """
+        with self._lock:
+            before: Mapping[int, str] = {}
+            if self._head.leaving:
+                before = self._replace(self._without_left)
+            # Also of publications that have failed after their manifest was written.
+            left = {v: m for v, m in self._manifests.items() if v not in self._head.versions}
+            names = {v: digest_of(m.to_bytes()) for v, m in left.items()}
+            names |= {v: d for v, d in before.items() if v not in self._head.versions}
+            if names:
+                self._drop(names)
+
+    def _without_left(self, head: Head) -> dict[str, Any]:
+        leased = leased_versions(self._objects, head.run, head.leaving)
+        kept = self._kept(head.versions, head.names) | self._with_bases(leased)
+        gone = set(head.leaving) - kept
+        return {
+            "versions": {v: digest for v, digest in head.versions.items() if v not in gone},
+            "leaving": (),
+        }
 
     def _with_bases(self, versions: Iterable[int]) -> set[int]:
         """Return versions and those that they build on."""
@@ -366,19 +460,17 @@ class Publisher:
                 todo.append(manifest.base)
         return kept
 
-    def _left(self) -> dict[int, Manifest]:
-        """Return the manifests of versions that are not kept."""
-        return {v: m for v, m in self._manifests.items() if v not in self._head.versions}
-
     def _drop(self, versions: Mapping[int, str]) -> None:
         """Let what only these versions refer to go when its grace is over."""
-        if not versions:
-            return
-        names = [manifest_name(digest) for digest in versions.values()]
+        names = []
         for version in versions:
             manifest = self._manifests.pop(version, None)
             if manifest is not None:
                 names += [object_name(piece.digest) for piece in manifest.objects]
+        # Last, as they prove that the others are the run's.
+        self._let_go([*names, *map(manifest_name, versions.values())])
+
+    def _let_go(self, names: list[str]) -> None:
         self._leaving.append((time.monotonic() + self._grace, names))
 
     def _remove_due(self) -> None:
@@ -404,34 +496,45 @@ class Publisher:
             names.add(object_name(self._head.address))
         return names
 
-    def _standing_records(self, records: Iterable[Listed]) -> set[str]:
+    def _standing_records(self, records: Mapping[str, tuple[Piece, ...]]) -> set[str]:
         """Return the names of the records of the session's ranks, and of what they refer to."""
         names = set[str]()
         if not self.session:
             return names
-        read = dict[str, tuple[Listed, set[str]]]()
-        for each in records:
-            if each.name != SESSION and not each.name.startswith(f"{PARTS}{self.session}-"):
-                continue
-            names.add(each.name)
-            record = read_record_name(each.name)
-            if record is not None and not 0 < record[1] <= self._head.version:
-                known = self._records.get(each.name)
-                pieces = self._pieces_of(each) if known is None or known[0] != each else known[1]
-                read[each.name] = each, pieces
-                names |= pieces
-        self._records = read
+        for name, pieces in records.items():
+            session, version, _ = read_record_name(name) or (self.session, 0, 0)
+            if session == self.session:
+                names.add(name)
+                if not 0 < version <= self._head.version:
+                    names.update(object_name(piece.digest) for piece in pieces)
         return names
 
-    def _pieces_of(self, record: Listed) -> set[str]:
+    def _read_records(self, listed: Iterable[Listed]) -> dict[str, tuple[Piece, ...]]:
+        """Return the trainer's own among records, each with the objects that it refers to.
+
+        Its signature tells, also where the ranks ended before the run had a head.
+        """
+        read = dict[str, tuple[Listed, tuple[Piece, ...]]]()
+        for each in listed:
+            if each.name != SESSION and read_record_name(each.name) is None:
+                continue
+            known = self._records.get(each.name)
+            pieces = known[1] if known is not None and known[0] == each else self._pieces_of(each)
+            if pieces is not None:
+                read[each.name] = each, pieces
+                self._named.note(pieces)
+        self._records |= read
+        return {name: pieces for name, (_, pieces) in read.items()}
+
+    def _pieces_of(self, record: Listed) -> tuple[Piece, ...] | None:
         found = self._objects.look(record.name)
-        pieces = () if found is None else pieces_of_record(found.data, self._key.public)
-        return {object_name(piece.digest) for piece in pieces}
+        return None if found is None else pieces_of_record(found.data, self._key.public)
 
     def _delete(self, names: Iterable[str]) -> None:
         for name in names:
             try:
                 self._objects.delete(name)
+                self._named.forget(name)
             except StoreError as error:
                 # Each further one might take as long. The next sender's `collect` finds them.
                 _log.warning("%s and others stay in %s: %s", name, self._objects.url, error)

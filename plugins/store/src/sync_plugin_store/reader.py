@@ -25,7 +25,7 @@ from sync_plugin_store.format import (
     manifest_name,
     object_name,
 )
-from sync_plugin_store.objects import MAX_HEADER_BYTES, Objects, Patience
+from sync_plugin_store.objects import MAX_HEADER_BYTES, NoRangesError, Objects, Patience
 
 if TYPE_CHECKING:
     from sync_plugin_store.holdings import JoinedHoldings
@@ -283,6 +283,7 @@ class RunReader:
         reason = "it is not there"
         name, whole = object_name(piece.digest), len(memory) == piece.nbytes
         while not self.stopped.is_set():
+            without_ranges = 0
             for source in self._in_order(self._sources):
                 try:
                     if not source.read(name, start, memory, patience, whole=whole):
@@ -290,6 +291,9 @@ class RunReader:
                         continue
                 except (PayloadError, StoreError) as error:
                     reason = str(error)
+                    without_ranges += isinstance(error, NoRangesError) and not whole
+                    if without_ranges == len(self._sources):
+                        raise
                     self._avoid(source)
                     continue
                 if right():

@@ -143,7 +143,10 @@ class ReadingReceiver(ReceiverTransport):
         if head is None or not self._news(head):
             return None
         version = self._pinned or head.version
-        self._manifests = {v: m for v, m in self._manifests.items() if v in head.versions}
+        # A run that went back may have another version of the same number.
+        self._manifests = {
+            v: m for v, m in self._manifests.items() if head.versions.get(v) == m.digest
+        }
         self._broken.clear()
         try:
             if self._parts is None or self._pinned:
@@ -225,8 +228,14 @@ class ReadingReceiver(ReceiverTransport):
                     raise PayloadError(
                         f"version {chain[-1].version} cannot build on version {base}"
                     )
-                chain.append(self._manifest(base))
-                pieces += len(chain[-1].objects)
+                found = self._manifest(base)
+                if found.digest != chain[-1].base_digest:
+                    raise PayloadError(
+                        f"version {chain[-1].version} builds on another version {base} than the "
+                        "run has: the run went back, or a second trainer has written to it"
+                    )
+                chain.append(found)
+                pieces += len(found.objects)
                 if pieces > self._reader.most_pieces:
                     raise PayloadError(f"version {version} and its bases have {pieces} objects")
             if chain[1:] and not (chain[-1].base or chain[-1].anchor):

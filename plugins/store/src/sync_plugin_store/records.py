@@ -187,13 +187,15 @@ class RankPart(_Record):
     file: File
 
 
-def pieces_of_record(data: bytes, public: str) -> tuple[Piece, ...]:
-    """Return the objects that a record of a rank refers to; none for anything else."""
-    with suppress(SignatureError, PayloadError):
-        return RankPart.from_bytes(data, public).file.objects
-    with suppress(SignatureError, PayloadError):
-        return (RankHolding.from_bytes(data, public).holding,)
-    return ()
+def pieces_of_record(data: bytes, public: str) -> tuple[Piece, ...] | None:
+    """Return the objects that a record of a trainer's ranks refers to; None for anything else."""
+    for kind in (RankPart, RankHolding, Session):
+        with suppress(SignatureError, PayloadError):
+            record = kind.from_bytes(data, public)
+            if isinstance(record, RankPart):
+                return record.file.objects
+            return (record.holding,) if isinstance(record, RankHolding) else ()
+    return None
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +13,8 @@ from sync_core.errors import PayloadError
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.format import Head, Manifest, object_name
 from sync_plugin_store.keys import SigningKey
-from sync_plugin_store.leases import LEASES, Lease
-from sync_plugin_store.objects import open_all
+from sync_plugin_store.leases import Lease, lease_name
+from sync_plugin_store.objects import Patience, open_all
 from sync_plugin_store.publisher import Publisher
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.transport import StoreEndpoint
@@ -151,17 +150,21 @@ class Run:
         Raises:
             StoreError: it cannot be written there.
         """
-        name = f"{LEASES}{secrets.token_hex(8)}.json"
-        self._sources[0].put(name, Lease(version, seconds).to_bytes())
+        name, place, run = lease_name(), self._sources[0], self._head().run
+        place.put(name, Lease(version, seconds, run).to_bytes())
         try:
-            if version not in self._head().versions:
+            patience = Patience(self._timeout, self._reader.stopped)
+            # The trainer may have listed the leases before this one was there.
+            while version in (head := self._head()).leaving and patience.pause():
+                pass
+            if version not in head.versions or version in head.leaving:
                 raise StoreError(
                     f"version {version} is not in {self._urls[0]}, which has "
-                    f"{list(self.versions())}"
+                    f"{sorted(head.versions.keys() - {*head.leaving})}"
                 )
             yield
         finally:
-            self._sources[0].delete(name)
+            place.delete(name)
 
     def set_name(self, name: str, version: int, key_file: str) -> None:
         """Give a version a name, which keeps it; a name that another version has moves.

@@ -273,7 +273,8 @@ def _sender_in(
     if context.make_address is None:
         # A companion's own channel beside the sender's run.
         url, key = f"{url}/channels/{secrets.token_hex(8)}", SigningKey.generate()
-    objects = open_objects(url, context.timeout)
+    # A directory of the sender's ends with it.
+    objects = open_objects(url, context.timeout, durable=folder is None)
     publisher = Publisher(
         objects,
         key,

@@ -108,10 +108,11 @@ class Publishing:
             return self._write(payload)
         return self._increments.publish(payload, self._write)
 
-    def _write(self, payload: Payload) -> str:
+    def _write(self, payload: Payload, base_digest: str = "") -> str:
         return self.publisher.publish(
             payload,
             base=payload.base,
+            base_digest=base_digest,
             anchor=self._increments is not None and not payload.base,
             address=self._address,
         )

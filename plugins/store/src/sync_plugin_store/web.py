@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from sync_core.errors import OptionError
-from sync_plugin_store.objects import open_file
+from sync_plugin_store.objects import open_below
 from sync_tools import Command
 
 __all__ = ["SERVE", "RunServer", "add_arguments", "serve"]
@@ -86,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
             if found is None:
                 raise FileNotFoundError
             # A process that can write there must not choose what this process reads elsewhere.
-            file = open_file(self.server.directory / found[1], links=False)
+            file = open_below(self.server.directory, found[1])
         except OSError:
             self._begin(404, 0)
             return

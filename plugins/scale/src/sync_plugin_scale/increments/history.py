@@ -14,6 +14,7 @@ from sync_plugin_scale.increments.compare import Comparer
 from sync_plugin_scale.increments.patch import (
     HEADER_NBYTES,
     INCREMENT,
+    Checksum,
     Patch,
     Units,
     checksum,
@@ -37,7 +38,7 @@ def described(layout: Layout) -> Layout:
     return Layout((*layout.specs, spec), layout.aliases)
 
 
-def describe(layout: Layout, version: int, checksum_: int | None) -> Patch:
+def describe(layout: Layout, version: int, checksum_: Checksum | None) -> Patch:
     """Return the description of a whole version; see `Patch`."""
     unit = unit_nbytes(layout)
     size = (padded_nbytes(layout) - len(layout.header)) // unit
@@ -109,6 +110,7 @@ class History:
 
     Args:
         below: see `Increments`.
+        checked: whether versions have checksums.
 
     Example:
         >>> from sync_core import Layout, Payload
@@ -123,12 +125,13 @@ class History:
         True
     """
 
-    def __init__(self, below: float) -> None:
+    def __init__(self, below: float, *, checked: bool = True) -> None:
         self.version = 0
+        self._checked = checked
         self._below = below
         self._newest = Packed.allocate(Layout(()))
         self._comparer = Comparer(self._newest.layout)
-        self._checksum: int | None = None
+        self._checksum: Checksum | None = None
         # At the positions that changed with the newest version; None where all did.
         self._values: Units | None = None
         self._changes: list[_Change] = []
@@ -150,7 +153,7 @@ class History:
             gaps, before = self._write(payload, keep=keep)
         else:
             gaps, before = self._replace(payload, keep=keep and bool(previous))
-        self._checksum = checksum(self._newest.body)
+        self._checksum = checksum(self._newest.body) if self._checked else None
         if gaps is None:
             self._oldest = payload.version
         self._changes = [*changes, _Change(previous, payload.version, gaps, before)]

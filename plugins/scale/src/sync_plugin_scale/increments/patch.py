@@ -8,12 +8,13 @@ what changed.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sync_core import Layout, OptionError
-from sync_core.errors import PayloadError
+from sync_core.errors import PayloadError, RequirementError
 from sync_core.transports import ALIGNMENT, RESERVED_PREFIX, Block, in_two_threads
 
 #: A row of units: an array of uint8, uint16, uint32 or uint64.
@@ -41,9 +42,23 @@ _MAGIC = b"SCP2"
 _HEADER = struct.Struct("<4sBBBxQQQQQQQQ32s")
 #: The size of a patch without positions, in bytes.
 HEADER_NBYTES = _HEADER.size
-_COMPRESSED, _HAS_CHECKSUM = 1, 2
+_COMPRESSED = 1
+# The hashes of checksums: XXH3 is 7 times as fast, and has to be installed.
+_XXH3, _SHA256 = 2, 4
 # zstd's fastest: 3 to 15 ms for a patch of 257 MiB, and hardly larger than with higher levels.
 _LEVEL = 1
+
+
+class Checksum(NamedTuple):
+    """A checksum of a body.
+
+    Args:
+        hashed_by: the hash.
+        value: the checksum.
+    """
+
+    hashed_by: int
+    value: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +69,7 @@ class Patch:
         base: the oldest version that it applies to; 0 for a whole version, which it describes.
         version: the version that results.
         digest: of the layout of both.
-        checksum: of the body that results; None where the hash library is missing.
+        checksum: of the body that results; None where the result is proven by other means.
         size: the units of the body.
         gaps: from each position to the next; see `shorten`.
         values: of the units at these positions, today.
@@ -73,7 +88,7 @@ class Patch:
     base: int
     version: int
     digest: str
-    checksum: int | None
+    checksum: Checksum | None
     size: int
     gaps: Units
     values: Units
@@ -112,22 +127,29 @@ class Patch:
             )
 
     def results_in(self, body: Units) -> bool:
-        """Return whether a body has the checksum of the result, as far as can be known."""
-        found = None if self.checksum is None else checksum(body)
-        return found in (None, self.checksum)
+        """Return whether a body has the checksum of the result, if that has one.
+
+        Raises:
+            RequirementError: the sender's hash library is not installed here.
+        """
+        known = self.checksum
+        return known is None or checksum(body, known.hashed_by) == known
 
     def check_result(self, body: Units) -> None:
         """Raise `PayloadError` where a body has another checksum than the result."""
         if not self.results_in(body):
+            assert self.checksum is not None
+            found = checksum(body, self.checksum.hashed_by)
             raise PayloadError(
-                f"version {self.version} has the checksum {checksum(body) or 0:016x} here and "
-                f"{self.checksum or 0:016x} at the sender"
+                f"version {self.version} has the checksum {found.value:016x} here and "
+                f"{self.checksum.value:016x} at the sender"
             )
 
     def to_tensor(self, compress: Compression | None = None) -> Tensor:
         """Return the patch as the tensor of bytes in which it travels."""
         values, gaps = self.values.view(np.uint8), self.gaps.view(np.uint8)
-        flags = _HAS_CHECKSUM * (self.checksum is not None)
+        hashed_by, checksum_ = self.checksum or (0, 0)
+        flags = hashed_by
         if compress is not None:
             compressor = zstd().ZstdCompressor(level=_LEVEL)
             values, gaps = (
@@ -144,7 +166,7 @@ class Patch:
             len(self.values),
             len(self.gaps),
             self.size,
-            self.checksum or 0,
+            checksum_,
             len(values),
             len(gaps),
             bytes.fromhex(self.digest),
@@ -174,6 +196,8 @@ class Patch:
             values, gaps = data[HEADER_NBYTES:end], data[end : end + gaps_nbytes]
             if magic != _MAGIC or unit not in (1, 2, 4, 8) or gap not in _SKIP:
                 raise ValueError("it does not begin as one")
+            if flags & ~_COMPRESSED not in (0, _XXH3, _SHA256):
+                raise ValueError(f"it has the flags {flags}")
             if not count <= size < _TOO_LARGE or not count <= steps <= count + size:
                 raise ValueError(f"it has {count} positions and {steps} gaps in {size} units")
             if flags & _COMPRESSED:
@@ -188,11 +212,12 @@ class Patch:
                 raise ValueError("it is not as long as it says")
         except (ValueError, struct.error) as error:
             raise PayloadError(f"not a patch: {error}") from error
+        hashed_by = flags & ~_COMPRESSED
         return cls(
             base,
             version,
             digest.hex(),
-            checksum_ if flags & _HAS_CHECKSUM else None,
+            Checksum(hashed_by, checksum_) if hashed_by else None,
             size,
             gaps.view(f"u{gap}"),
             values.view(f"u{unit}"),
@@ -284,21 +309,40 @@ def positions_of(gaps: Units) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *follow(gaps)])
 
 
-def checksum(body: Units) -> int | None:
-    """Return a checksum of a body, made of XXH3; None where the hash library is not installed."""
-    try:
-        from xxhash import xxh3_64_intdigest
-    except ImportError:
-        return None
+def checksum(body: Units, hashed_by: int | None = None) -> Checksum:
+    """Return a checksum of a body.
+
+    Args:
+        body: the body.
+        hashed_by: the hash; None for XXH3 where its library is installed, and SHA-256 elsewhere.
+
+    Raises:
+        RequirementError: the hash is XXH3, and its library is not installed.
+    """
     data: Any = body.view(np.uint8)
+    hashed_by, digest = _hash_of(hashed_by)
     sums = np.zeros(-(-len(data) // _SUMMED), np.uint64)
 
     def add(index: int) -> None:
-        sums[index] = xxh3_64_intdigest(data[index * _SUMMED : (index + 1) * _SUMMED])
+        sums[index] = digest(data[index * _SUMMED : (index + 1) * _SUMMED])
 
     in_two_threads(add, deque(range(len(sums))), len(data))
-    total: Any = sums.view(np.uint8)
-    return xxh3_64_intdigest(total)
+    return Checksum(hashed_by, digest(sums.view(np.uint8)))
+
+
+def _hash_of(hashed_by: int | None) -> tuple[int, Callable[[Any], int]]:
+    if hashed_by != _SHA256:
+        try:
+            from xxhash import xxh3_64_intdigest
+        except ImportError as error:
+            if hashed_by is not None:
+                raise RequirementError(
+                    "the trainer sends checksums of increments by XXH3, which need the hash "
+                    'library xxhash here too: pip install "sync-plugin-scale[verify]"'
+                ) from error
+        else:
+            return _XXH3, xxh3_64_intdigest
+    return _SHA256, lambda data: int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 
 def zstd() -> Any:

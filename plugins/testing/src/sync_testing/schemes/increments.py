@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -108,8 +107,6 @@ class IncrementCases(SchemeCases):
     def test_an_increment_with_a_wrong_result_is_followed_by_the_whole_version(
         self, start: Start
     ) -> None:
-        if importlib.util.find_spec("xxhash") is None:
-            pytest.skip('checksums need pip install "sync-plugin-scale[verify]"')
         policy, workers = self._start(start)
         whole = workers.send().workers[0].nbytes
         workers.pool.call(0, Worker.spoil)
