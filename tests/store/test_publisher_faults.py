@@ -300,3 +300,42 @@ def test_a_trainer_that_begins_again_writes_what_was_lost(tmp_path: Path, how: s
             if name.startswith("objects/"):
                 tamper(tmp_path / "run" / name, how)
     assert values(copy) == {1.0}
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_what_a_head_names_is_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
+) -> None:
+    """But where the directory ends with the sender."""
+    done = list[str]()
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(descriptor: int) -> None:
+        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path))
+        fsync(descriptor)
+
+    def note_replace(source: str, target: str, **folders: int) -> None:
+        done.append(f"{source} -> {target}")
+        replace(source, target, **folders)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    publisher = Publisher(Directory(tmp_path, "run", durable=durable), SigningKey.generate())
+    publisher.publish(payload_of(1))
+    publisher.close()
+    renames = [i for i, what in enumerate(done) if "->" in what]
+    # A header, a piece, a manifest, a head, and that of a run that is closed.
+    assert len(renames) == 5
+    assert done[renames[3]].endswith("-> HEAD")
+    if durable:
+        synced = sorted(done[: renames[3]])
+        assert [what for what in synced if what in {"objects", "manifests"}] == [
+            "manifests",
+            "objects",
+            "objects",
+        ]
+        for i in renames:
+            name = done[i].partition(" ->")[0]
+            assert any(what.endswith(name) for what in done[:i])
+    else:
+        assert len(done) == len(renames)
