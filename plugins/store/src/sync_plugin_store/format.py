@@ -158,7 +158,8 @@ class Manifest:
         run: the run that it belongs to.
         version: its number.
         base: the version that it builds on; 0 for a whole one.
-        base_digest: that of the manifest of the base; "" for a whole version.
+        base_digest: that of the manifest of the base; "" for a whole version, and for an increment
+            for readers that answer, with whom the sender agrees on the base.
         created: when it was written, in seconds since 1970, by the trainer's clock.
         pieces: the header, and then pieces of the body.
         chunks: the object with the sizes and digests of the body's chunks, by which readers of a
@@ -213,7 +214,7 @@ class Manifest:
             "base": self.base,
             "created": self.created,
         }
-        if self.base:
+        if self.base_digest:
             content["base_digest"] = self.base_digest
         if self.ranks:
             assert self.holdings is not None
@@ -239,7 +240,9 @@ class Manifest:
                 "run": read_text(content["run"]),
                 "version": read_count(content["version"]),
                 "base": read_count(content["base"]),
-                "base_digest": read_digest(content["base_digest"]) if content["base"] else "",
+                "base_digest": read_digest(digest)
+                if (digest := content.get("base_digest"))
+                else "",
                 "created": float(content["created"]),
                 "anchor": content.get("anchor") is True,
             }

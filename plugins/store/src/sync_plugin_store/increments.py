@@ -80,7 +80,7 @@ class IncrementReader:
 
     def needs(self, manifest: Manifest) -> bool:
         """Return whether a version needs its base, since what is kept is older."""
-        return manifest.base > 0 and manifest.base_digest != self.digest
+        return manifest.base > 0 and (manifest.base_digest or None) != self.digest
 
     def make(self, chain: Sequence[Manifest], payloads: Sequence[Payload]) -> Payload:
         """Return a version, whole.
