@@ -76,7 +76,8 @@ def test_a_trainer_that_ends_at_any_step_leaves_whole_versions(
             ended.publish(payload_of(2))
             done = True
         except KeyboardInterrupt:
-            pass
+            if not killed:
+                ended.close()
         reader = RunReader([Directory(folder, "run")], key.public, timeout=5.0)
         head = reader.look()
         assert head is not None

@@ -92,7 +92,7 @@ class FirstRank(Rank):
             self._publish(payload, deadline)
         except BaseException as error:
             self._give_up(payload.version, error)
-            self._publisher.abandon(payload.version)
+            self._publisher.abandon()
             raise
         self._remove_parts(payload.version)
         return {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from sync_core import Delivery, LayoutMismatchError, Payload, SyncError
 from sync_plugin_scale import Holding
 from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
-from sync_plugin_store.format import File
+from sync_plugin_store.format import File, Piece
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects
 from sync_plugin_store.pieces import PieceWriter
@@ -90,11 +90,9 @@ class LaterRank(Rank):
         try:
             self._write(payload, after, deadline)
         except BaseException:
-            if self._session is not None:
-                self._writer.name(self._session.run, version, self._writer.take_written())
+            self._name_left()
             self._withdraw(version)
             raise
-        self._writer.take_written()
         return {}
 
     def close(self) -> None:
@@ -102,6 +100,7 @@ class LaterRank(Rank):
         self._closing.set()
         self._reader.close()
         self._writer.close()
+        self._name_left()
 
     def _write(self, payload: Payload, after: int, deadline: float) -> None:
         """Write this rank's part for each session that is met, until the version is published."""
@@ -150,12 +149,21 @@ class LaterRank(Rank):
         self._bound = joined.session
         self._last = version
         self._known = frozenset(piece.digest for piece in file.objects)
+        # Of sends that have failed.
+        self._name_left(*file.objects)
 
     def _write_part(self, version: int, after: int, joined: JoinedSession, file: File) -> None:
         assert self._session is not None
         session, run = joined.session, self._session.run
         part = RankPart(run, session, self._rank, version, after, joined.digest, file)
         self._objects.put(part_name(session, version, self._rank), part.to_bytes(self._key))
+
+    def _name_left(self, *but: Piece) -> None:
+        """Name what was written, but for some objects, so that rank 0 can remove it."""
+        said = () if self._said is None else (self._said,)
+        left = self._writer.take_written((*but, *said))
+        if self._session is not None:
+            self._writer.name(self._session.run, self._last, left)
 
     def _withdraw(self, version: int) -> None:
         """Remove the record of a part, so that rank 0 does not join it with parts of later sends.

@@ -71,10 +71,11 @@ class PieceWriter:
             self._objects.put(object_name(piece.digest), data)
         return piece
 
-    def take_written(self) -> tuple[Piece, ...]:
-        """Return the objects that were written, or begun, since the last call."""
+    def take_written(self, but: Collection[Piece] = ()) -> list[Piece]:
+        """Return the objects that were written, or begun, since the last call, but for some."""
         written, self._written = self._written, []
-        return tuple(written)
+        known = set(but)
+        return [piece for piece in written if piece not in known]
 
     def name(self, run: str, version: int, pieces: Collection[Piece]) -> None:
         """Name objects that no version has in a manifest, so that they can be removed as the run's.

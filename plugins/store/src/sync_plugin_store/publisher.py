@@ -130,30 +130,25 @@ class Publisher:
             ConflictError: another trainer has written to the run.
         """
         self.check_newer(payload.version)
-        try:
-            # Of an increment, no reader can use a part.
-            written = self.writer.write(payload, self.known, divided=not base)
-            manifest = Manifest(
-                run=self.run,
-                version=payload.version,
-                base=base,
-                base_digest=base_digest,
-                created=round(time.time(), 3),
-                pieces=written.pieces,
-                chunks=written.chunks,
-                anchor=anchor,
-            )
-            return self.commit(manifest, address=address)
-        except BaseException:
-            self.abandon(payload.version)
-            raise
+        # Of an increment, no reader can use a part.
+        written = self.writer.write(payload, self.known, divided=not base)
+        manifest = Manifest(
+            run=self.run,
+            version=payload.version,
+            base=base,
+            base_digest=base_digest,
+            created=round(time.time(), 3),
+            pieces=written.pieces,
+            chunks=written.chunks,
+            anchor=anchor,
+        )
+        return self.commit(manifest, address=address)
 
-    def abandon(self, version: int) -> None:
-        """Name what was written of a version that is not published, so that it can be removed."""
-        pieces = self.writer.take_written()
-        self._let_go([object_name(piece.digest) for piece in pieces])
-        self._named.note(pieces)
-        self.writer.name(self.run, version, pieces)
+    def abandon(self) -> None:
+        """Name what sends that have failed have written, so that it can be removed later."""
+        left = self.writer.take_written()
+        self._named.note(left)
+        self.writer.name(self.run, self._head.version + 1, left)
 
     @property
     def known(self) -> set[str]:
@@ -199,7 +194,10 @@ class Publisher:
         digest = digest_of(data)
         self._objects.put(manifest_name(digest), data)
         self._named.note_manifest(digest, manifest)
-        self.writer.take_written()
+        # Of sends that have failed.
+        left = self.writer.take_written(manifest.objects)
+        self._named.note(left)
+        self._let_go([object_name(piece.digest) for piece in left])
         found = None
         if address is not None:
             found = digest_of(address)
@@ -268,7 +266,7 @@ class Publisher:
         what has been dropped stays for the grace. So do younger objects, by the store's clock.
 
         What no manifest and no record of this run has named is somebody else's, or was left by a
-        trainer that was killed within a send, and stays.
+        trainer that was killed after a send had failed or within it, and stays.
 
         Returns:
             How many objects were removed.
@@ -331,6 +329,7 @@ class Publisher:
     def close(self) -> None:
         """Write that no version follows, and end the threads."""
         self.writer.close()
+        self.abandon()
         with self._lock:
             if not self._head.closed and self._tag is not None:
                 try:
@@ -435,8 +434,7 @@ class Publisher:
             left = {v: m for v, m in self._manifests.items() if v not in self._head.versions}
             names = {v: digest_of(m.to_bytes()) for v, m in left.items()}
             names |= {v: d for v, d in before.items() if v not in self._head.versions}
-            if names:
-                self._drop(names)
+            self._drop(names)
 
     def _without_left(self, head: Head) -> dict[str, Any]:
         leased = leased_versions(self._objects, head.run, head.leaving)
@@ -471,7 +469,8 @@ class Publisher:
         self._let_go([*names, *map(manifest_name, versions.values())])
 
     def _let_go(self, names: list[str]) -> None:
-        self._leaving.append((time.monotonic() + self._grace, names))
+        if names:
+            self._leaving.append((time.monotonic() + self._grace, names))
 
     def _remove_due(self) -> None:
         with self._lock:
@@ -527,6 +526,8 @@ class Publisher:
         return {name: pieces for name, (_, pieces) in read.items()}
 
     def _pieces_of(self, record: Listed) -> tuple[Piece, ...] | None:
+        if record.nbytes > LONGEST_RECORD:
+            return None
         found = self._objects.look(record.name)
         return None if found is None else pieces_of_record(found.data, self._key.public)
 

@@ -22,7 +22,7 @@ from sync_core import (
 )
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Holding
-from sync_plugin_store.format import MOST_HOLDINGS, digest_of, object_name
+from sync_plugin_store.format import MOST_HOLDINGS, Piece, digest_of, object_name
 from sync_plugin_store.holdings import (
     JoinedHoldings,
     assign,
@@ -96,6 +96,8 @@ class Rank(SenderTransport):
         self._rank, self._size = holding.rank, holding.size
         self._joined: JoinedSession | None = None
         self._holdings: dict[int, Holding] = {}
+        # The object that says what this rank holds.
+        self._said: Piece | None = None
         self._closing = threading.Event()
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
@@ -130,9 +132,8 @@ class Rank(SenderTransport):
         """Tell the other ranks of a session what this one holds."""
         self._joined, self._holdings = None, {self._rank: self._holding}
         data = write_holdings([self._holding])
-        record = RankHolding(
-            session.run, session.session, self._rank, self._writer.write_object(data)
-        )
+        self._said = self._writer.write_object(data)
+        record = RankHolding(session.run, session.session, self._rank, self._said)
         name = holding_name(session.session, self._rank)
         self._objects.put(name, record.to_bytes(self._key))
 
