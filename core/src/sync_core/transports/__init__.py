@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         HandedTransport,
     )
     from sync_core.transports.point_to_point import PointToPointTransport
+    from sync_core.transports.roster import Publication, Roster
     from sync_core.transports.transport import Notice, closed_if_it_fails, unheard
     from sync_core.weights.block import Block
     from sync_core.weights.checksums import checksum, sums_from_tensor, sums_to_tensor
@@ -36,6 +37,7 @@ _MODULES = {
         "HandedTransport",
     ),
     "sync_core.transports.point_to_point": ("PointToPointTransport",),
+    "sync_core.transports.roster": ("Publication", "Roster"),
     "sync_core.transports.transport": ("Notice", "closed_if_it_fails", "unheard"),
     "sync_core.weights.block": ("Block",),
     "sync_core.weights.checksums": ("checksum", "sums_from_tensor", "sums_to_tensor"),
@@ -55,6 +57,8 @@ __all__ = [
     "HandedTransport",
     "Notice",
     "PointToPointTransport",
+    "Publication",
+    "Roster",
     "checksum",
     "closed_if_it_fails",
     "copy",

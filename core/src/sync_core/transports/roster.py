@@ -1,0 +1,259 @@
+"""The workers of a transport's sender, and the version that each of them is owed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sync_core.errors import WorkerError, WorkerLostError
+from sync_core.transports.transport import Answer, Delivery, Notice, unheard
+
+_REMOVED = "was removed from the sender"
+_CLOSED = "the sender was closed"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Publication:
+    """A version that a transport has put once, for any number of workers.
+
+    Args:
+        version: the version.
+        nbytes: the size of what each worker gets, in bytes.
+        content: what the transport keeps of the version: bytes, a slot, a key.
+    """
+
+    version: int
+    nbytes: int
+    content: Any = field(default=None, repr=False)
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    owed: Publication | None = None
+    delivery: Delivery | None = None
+    reader: object = None
+    lost: str | None = None
+
+
+class Roster:
+    """Decides which version each worker of a sender is owed; every thread may call each method.
+
+    A version that is published for some workers replaces the one that each of them was owed. A
+    version that is published for every worker is also owed to workers that are added later. The
+    roster keeps no other version alive.
+
+    The roster calls ``notify`` and ends deliveries with its lock held, so that the sender learns
+    of them in the order in which they happened. Its lock is taken below the locks of a transport.
+
+    Args:
+        worker_ids: the workers.
+        notify: see `TransportContext`.
+
+    Example:
+        >>> from sync_core.transports import Publication, Roster
+        >>> roster = Roster([0, 1])
+        >>> deliveries = roster.publish(Publication(version=1, nbytes=64), [0, 1])
+        >>> roster.add(2).version
+        1
+        >>> roster.connected(0, reader := object())
+        True
+        >>> roster.answered(0, reader, Answer(version=1))
+        >>> deliveries[0].ended, deliveries[1].ended
+        (True, False)
+    """
+
+    def __init__(
+        self, worker_ids: Iterable[int] = (), notify: Callable[[int, Notice], None] = unheard
+    ) -> None:
+        # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
+        self._lock = threading.RLock()
+        self._notify = notify
+        self._workers = {worker_id: _Worker() for worker_id in worker_ids}
+        self._owed_to_new: Publication | None = None
+        self._closed = False
+
+    @property
+    def worker_ids(self) -> tuple[int, ...]:
+        """The workers."""
+        return tuple(self._workers)
+
+    def publish(self, publication: Publication, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        """Owe a version to these workers, and to workers that are added later if these are all.
+
+        Args:
+            publication: the version.
+            worker_ids: the workers; none for a version that is only for workers added later,
+                which is possible only while there are no workers.
+
+        Returns:
+            A delivery for each of them. Those to workers that were removed or lost have failed.
+        """
+        version, nbytes = publication.version, publication.nbytes
+        deliveries = {i: Delivery(i, version, nbytes) for i in worker_ids}
+        with self._lock:
+            # Another thread may have removed some of them meanwhile.
+            if not self._closed and deliveries.keys() >= self._workers.keys():
+                self._owed_to_new = publication
+            for worker_id, delivery in deliveries.items():
+                worker = self._workers.get(worker_id)
+                if worker is None:
+                    delivery.fail(WorkerError(worker_id, _CLOSED if self._closed else _REMOVED))
+                    continue
+                worker.owed, worker.delivery = publication, delivery
+                if worker.lost is not None:
+                    delivery.fail(WorkerLostError(worker_id, worker.lost))
+        return deliveries
+
+    def withdraw(self, publication: Publication) -> None:
+        """Owe a version to no worker any more, such as one whose packing was interrupted."""
+        with self._lock:
+            if self._owed_to_new is publication:
+                self._owed_to_new = None
+            for worker in self._workers.values():
+                if worker.owed is publication:
+                    worker.owed = None
+
+    def wanted(self, worker_id: int, after: int = 0) -> Publication | None:
+        """Return the version that a worker is owed.
+
+        Args:
+            worker_id: the worker.
+            after: the newest version that the worker has seen.
+
+        Returns:
+            None where the worker is owed nothing newer than that, or was removed.
+        """
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            owed = None if worker is None else worker.owed
+            return None if owed is None or owed.version <= after else owed
+
+    def owed(self, besides: Iterable[int] | None = None) -> set[Publication]:
+        """Return the versions that a worker, or one that is added later, may still ask for.
+
+        Args:
+            besides: workers for which the next version is about to be published, so that what is
+                owed to them alone is left out; None where no version is.
+        """
+        with self._lock:
+            replaced = () if besides is None else frozenset(besides)
+            rest = [worker.owed for i, worker in self._workers.items() if i not in replaced]
+            if besides is None or rest:
+                rest.append(self._owed_to_new)
+            return {publication for publication in rest if publication is not None}
+
+    def connected(self, worker_id: int, reader: object) -> bool:
+        """Record that a receiver has taken a worker's place; it has no version yet.
+
+        Args:
+            worker_id: the worker.
+            reader: stands for the receiver in later calls: an object, or a name.
+
+        Returns:
+            False where there is no such worker.
+        """
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is None:
+                return False
+            worker.reader, worker.lost = reader, None
+            self._notify(worker_id, Notice("connected"))
+            return True
+
+    def dismissed(self, worker_id: int, reader: object) -> str | None:
+        """Return why a receiver gets no further version; None while it has the worker's place."""
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if self._closed:
+                return _CLOSED
+            if worker is None or worker.reader is None:
+                return f"worker {worker_id} {_REMOVED}"
+            if worker.reader != reader:
+                return "another receiver was given the same address"
+            return None
+
+    def answered(self, worker_id: int, reader: object, answer: Answer | Mapping[str, Any]) -> None:
+        """End the delivery that a worker has answered, or report a commit of another version.
+
+        The answer of a receiver that another one has replaced changes nothing.
+
+        Args:
+            worker_id: the worker.
+            reader: the receiver.
+            answer: the answer, or the message that `Answer.to_message` made of it. A worker whose
+                message is not an answer is lost.
+        """
+        if not isinstance(answer, Answer):
+            try:
+                answer = Answer.from_message(answer)
+            except ValueError as error:
+                self.lost(worker_id, reader, f"does not answer as agreed: {error}")
+                return
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is None or worker.reader != reader:
+                return
+            if worker.delivery is not None and worker.delivery.version == answer.version:
+                worker.delivery.acknowledge(answer)
+            elif answer.error is None:
+                self._notify(worker_id, Notice("acknowledged", answer.version))
+
+    def lost(self, worker_id: int, reader: object, reason: str) -> None:
+        """Fail what a worker has not answered, and what is published for it until it comes back.
+
+        The loss of a receiver that another one has replaced, or that is known to be lost, changes
+        nothing.
+
+        Args:
+            worker_id: the worker.
+            reader: the receiver.
+            reason: a clause such as ``"closed its receiver"``.
+        """
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is None or worker.reader != reader or worker.lost is not None:
+                return
+            worker.lost = reason
+            self._notify(worker_id, Notice("lost", reason=reason))
+            if worker.delivery is not None:
+                worker.delivery.fail(WorkerLostError(worker_id, reason))
+
+    def expect(self, worker_ids: Iterable[int]) -> None:
+        """Count lost workers as reachable again: they may get the versions published from now."""
+        with self._lock:
+            for worker_id in worker_ids:
+                if worker_id in self._workers:
+                    self._workers[worker_id].lost = None
+
+    def remark(self, worker_id: int, remark: str) -> None:
+        """Add a clause to the report, should a worker not confirm what it was sent last."""
+        with self._lock:
+            worker = self._workers.get(worker_id)
+            if worker is not None and worker.delivery is not None:
+                worker.delivery.remark = remark
+
+    def add(self, worker_id: int) -> Publication | None:
+        """Add a worker; return the version that it is owed, the last that went to all."""
+        with self._lock:
+            self._workers[worker_id] = _Worker(self._owed_to_new)
+            return self._owed_to_new
+
+    def remove(self, worker_id: int) -> bool:
+        """Forget a worker, and fail what it has not answered; return False where there is none."""
+        with self._lock:
+            worker = self._workers.pop(worker_id, None)
+            if worker is not None and worker.delivery is not None:
+                worker.delivery.fail(WorkerError(worker_id, _REMOVED))
+            return worker is not None
+
+    def close(self) -> None:
+        """Forget every worker and version, and fail what was not answered."""
+        with self._lock:
+            self._closed = True
+            workers, self._workers = self._workers, {}
+            self._owed_to_new = None
+            for worker_id, worker in workers.items():
+                if worker.delivery is not None:
+                    worker.delivery.fail(WorkerError(worker_id, _CLOSED))
