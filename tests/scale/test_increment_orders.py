@@ -37,7 +37,7 @@ class Silent(Far):
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         transport = super().create_transport(context)
         if isinstance(transport, LoopbackSender):
-            transport.notify = ignore
+            transport.roster._notify = ignore
         return transport
 
 
@@ -49,9 +49,9 @@ class DamagingSender(LoopbackSender):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         deliveries = super().send(payload, worker_ids)
-        offer = self.offers[worker_ids[0]]
-        if payload.base and payload.version % 2 and offer is not None:
-            offer[0].tensors[0][self.place % payload.tensors[0].numel()] ^= 1
+        wanted = self.roster.wanted(worker_ids[0])
+        if payload.base and payload.version % 2 and wanted is not None:
+            wanted.content.tensors[0][self.place % payload.tensors[0].numel()] ^= 1
             self.place += 1
         return deliveries
 

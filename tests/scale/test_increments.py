@@ -109,10 +109,10 @@ def test_a_whole_version_that_is_damaged_on_its_way_is_an_error_once() -> None:
     class DamagingSender(LoopbackSender):
         def send(self, payload: Payload, worker_ids: Any) -> dict[int, Delivery]:
             deliveries = super().send(payload, worker_ids)
-            offer = self.offers[0]
-            assert offer is not None
+            wanted = self.roster.wanted(0)
+            assert wanted is not None
             if payload.version == 1:
-                offer[0].tensors[1][3] = 9.0
+                wanted.content.tensors[1][3] = 9.0
             return deliveries
 
     class Damaging(Far):

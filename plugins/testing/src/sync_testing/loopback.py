@@ -19,16 +19,16 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
-from sync_core.errors import AddressError, WorkerError
-from sync_core.transports import Block, Notice
+from sync_core.errors import AddressError
+from sync_core.transports import Block, Publication, Roster
 
 _senders: WeakValueDictionary[str, LoopbackSender] = WeakValueDictionary()
 
 
 def offered(address: Address) -> Payload | None:
     """Return what the worker of an address was sent last."""
-    offer = _senders[address.endpoint].offers[address.worker_id]
-    return None if offer is None else offer[0]
+    wanted = _senders[address.endpoint].roster.wanted(address.worker_id)
+    return None if wanted is None else wanted.content
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ class LoopbackSender(SenderTransport):
 
     def __init__(self, context: TransportContext) -> None:
         context.parse_options(LoopbackOptions)
-        self.offers: dict[int, tuple[Payload, Delivery] | None] = dict.fromkeys(context.worker_ids)
-        self.notify = context.notify
-        self._newest: Payload | None = None
+        self.roster = Roster(context.worker_ids, context.notify)
         self._name = secrets.token_hex(8)
         _senders[self._name] = self
 
@@ -71,69 +69,51 @@ class LoopbackSender(SenderTransport):
         block = Block.allocate(payload.nbytes)
         payload.pack(block)
         copy = Payload.unpack(block, payload.version)
-        if self.offers.keys() <= set(worker_ids):
-            self._newest = copy
-        return {worker_id: self._offer(worker_id, copy) for worker_id in worker_ids}
+        return self.roster.publish(Publication(copy.version, copy.nbytes, copy), worker_ids)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Offer it what went to all."""
         del worker
-        self.offers[worker_id] = None
-        if self._newest is not None:
-            self._offer(worker_id, self._newest)
+        self.roster.add(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker."""
-        del self.offers[worker_id]
+        self.roster.remove(worker_id)
 
     def close(self) -> None:
         """Release the memory; receivers find that this transport is closed."""
         _senders.pop(self._name, None)
-        self.offers.clear()
-
-    def _offer(self, worker_id: int, payload: Payload) -> Delivery:
-        delivery = Delivery(worker_id, payload.version, payload.nbytes)
-        if worker_id in self.offers:
-            self.offers[worker_id] = payload, delivery
-        else:
-            delivery.fail(WorkerError(worker_id, "was removed from the sender"))
-        return delivery
+        self.roster.close()
 
 
 class LoopbackReceiver(ReceiverTransport):
     """Looks into the sender."""
 
     def __init__(self, context: TransportContext) -> None:
-        self._name: str = context.endpoint
         self._worker_id = context.worker_id
         self._seen = 0
-        sender = _senders.get(self._name)
+        sender = _senders.get(context.endpoint)
         if sender is None:
             raise AddressError("no such sender in this process")
-        sender.notify(self._worker_id, Notice("connected"))
+        self._roster = sender.roster
+        self._roster.connected(self._worker_id, self)
 
     def receive(self, timeout: float) -> Payload | None:
         """Return the newest payload at once; there is only one thread."""
         del timeout
-        offer = self._offers().get(self._worker_id)
-        if offer is None or offer[0].version <= self._seen:
+        reason = self._roster.dismissed(self._worker_id, self)
+        if reason is not None:
+            raise SenderLostError(reason)
+        wanted = self._roster.wanted(self._worker_id, after=self._seen)
+        if wanted is None:
             return None
-        self._seen = offer[0].version
-        return offer[0]
+        self._seen = wanted.version
+        payload: Payload = wanted.content
+        return payload
 
     def acknowledge(self, answer: Answer) -> None:
         """Answer at once."""
-        offer = self._offers().get(self._worker_id)
-        if offer is not None and offer[1].version == answer.version:
-            offer[1].acknowledge(answer)
+        self._roster.answered(self._worker_id, self, answer)
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _offers(self) -> dict[int, tuple[Payload, Delivery] | None]:
-        sender = _senders.get(self._name)
-        if sender is None:
-            raise SenderLostError("the sender was closed")
-        if self._worker_id not in sender.offers:
-            raise SenderLostError(f"worker {self._worker_id} was removed")
-        return sender.offers
