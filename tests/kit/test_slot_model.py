@@ -17,7 +17,7 @@ from sync_core import (
     Layout,
     Payload,
 )
-from sync_core.transports import Block
+from sync_core.transports import Block, Publication
 from sync_plugin_std.local import Publisher, Slot
 
 VERSIONS = 3
@@ -86,27 +86,35 @@ class Slots:
         }
         publisher.slots = list(slots.values())
         publisher._made = max(slots)
-        publisher._newest_for_all = slots.get(memory.newest_for_all)
+        published = {
+            slot.index: Publication(slot.version, 64, slot)
+            for slot in slots.values()
+            if slot.index in (*memory.wanted, memory.newest_for_all)
+        }
+        for index, publication in published.items():
+            slots[index].publication = publication
         publisher._reserved = slots.get(memory.writing)
+        roster = publisher.roster
+        roster._owed_to_new = published.get(memory.newest_for_all)
         for worker_id in IDS:
-            place = publisher._places[worker_id]
-            place.wanted, place.delivery = slots.get(memory.wanted[worker_id]), None
-            place.reader, place.lost = str(worker_id), None
+            worker = roster._workers[worker_id]
+            worker.owed, worker.delivery = published.get(memory.wanted[worker_id]), None
+            worker.reader, worker.lost = str(worker_id), None
         return slots
 
     def _freeze(self, memory: Memory) -> Memory:
         publisher = self.publisher
         slots = tuple((s.index, s.version, frozenset(map(str, s.readers))) for s in publisher.slots)
         known = {index: (a, b) for index, a, b in memory.halves}
-        places = [publisher._places[i].wanted for i in IDS]
-        first, second = (0 if slot is None else slot.index for slot in places)
-        newest = publisher._newest_for_all
+        owed = [publisher.roster._workers[i].owed for i in IDS]
+        first, second = (0 if each is None else each.content.index for each in owed)
+        newest = publisher.roster._owed_to_new
         return replace(
             memory,
             slots=slots,
             halves=tuple((index, *known.get(index, (0, 0))) for index, _, _ in slots),
             wanted=(first, second),
-            newest_for_all=0 if newest is None else newest.index,
+            newest_for_all=0 if newest is None else newest.content.index,
         )
 
     def _begin(self, memory: Memory) -> Iterator[Memory]:

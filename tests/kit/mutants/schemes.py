@@ -352,8 +352,8 @@ class TakesAnyReceiversAnswer(Mutant):
 
     class Receiver(ThreadReceiver):
         def acknowledge(self, answer: Answer) -> None:
-            place = self._publisher._places[self._worker_id]
-            self._publisher.answer(self._worker_id, answer, place.reader)
+            worker = self._publisher.roster._workers[self._worker_id]
+            self._publisher.answer(self._worker_id, answer, worker.reader)
 
 
 class TakesTheAnswerOfWhoWasRemoved(Mutant):
@@ -407,7 +407,7 @@ class IgnoresWorkerIds(Mutant):
 
     class Sender(ThreadSender):
         def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-            deliveries = super().send(payload, tuple(self._publisher._places))
+            deliveries = super().send(payload, self._publisher.roster.worker_ids)
             return {worker_id: deliveries[worker_id] for worker_id in worker_ids}
 
 
@@ -425,7 +425,7 @@ class LetsWaitForRemovedWorkers(Mutant):
 
     class Sender(ThreadSender):
         def remove_worker(self, worker_id: int) -> None:
-            self._publisher._places[worker_id].delivery = None
+            self._publisher.roster._workers[worker_id].delivery = None
             super().remove_worker(worker_id)
 
 
@@ -451,7 +451,7 @@ class LateWorkersGetNothing(Mutant):
 
     class Sender(ThreadSender):
         def add_worker(self, worker_id: int, worker: Any = None) -> None:
-            self._publisher._newest_for_all = None
+            self._publisher.roster._owed_to_new = None
             super().add_worker(worker_id, worker)
 
 
@@ -468,7 +468,7 @@ class CountsLateWorkersItself(Mutant):
 
     class Sender(ThreadSender):
         def add_worker(self, worker_id: int, worker: Any = None) -> None:
-            super().add_worker(len(self._publisher._places), worker)
+            super().add_worker(len(self._publisher.roster.worker_ids), worker)
 
 
 class ForgetsWhoComesBack(Mutant):
@@ -488,7 +488,7 @@ class WaitsForWhoeverLeft(Mutant):
 
     class Sender(ThreadSender):
         def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-            if any(place.lost for place in self._publisher._places.values()):
+            if any(each.lost for each in self._publisher.roster._workers.values()):
                 time.sleep(0.6)
             return super().send(payload, worker_ids)
 
@@ -498,7 +498,7 @@ class RaisesForWhoeverLeft(Mutant):
 
     class Sender(ThreadSender):
         def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-            if any(place.lost for place in self._publisher._places.values()):
+            if any(each.lost for each in self._publisher.roster._workers.values()):
                 raise ConnectionError("a worker is gone")
             return super().send(payload, worker_ids)
 
@@ -540,8 +540,8 @@ class WaitsForWorkersToLeave(Mutant):
 
     class Sender(ThreadSender):
         def close(self) -> None:
-            places = self._publisher._places.values()
-            if not self._publisher.closed and any(place.lost is None for place in places):
+            workers = self._publisher.roster._workers.values()
+            if not self._publisher.closed and any(each.lost is None for each in workers):
                 time.sleep(0.6)
             super().close()
 
@@ -615,7 +615,7 @@ class LeaksAThreadForEachPendingSend(Mutant):
 
     class Sender(ThreadSender):
         def close(self) -> None:
-            deliveries = [place.delivery for place in self._publisher._places.values()]
+            deliveries = [each.delivery for each in self._publisher.roster._workers.values()]
             if any(delivery and delivery.answer is None for delivery in deliveries):
                 threading.Thread(target=released.wait, daemon=True).start()
             super().close()
@@ -726,7 +726,7 @@ class DropsLateAnswers(Mutant):
 
     class Receiver(ThreadReceiver):
         def acknowledge(self, answer: Answer) -> None:
-            delivery = self._publisher._places[self._worker_id].delivery
+            delivery = self._publisher.roster._workers[self._worker_id].delivery
             if delivery is not None and not delivery.ended:
                 super().acknowledge(answer)
 

@@ -10,14 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from sync_core import Answer, Delivery, Payload
-from sync_core.errors import (
-    CapacityError,
-    ClosedError,
-    OptionError,
-    WorkerError,
-    WorkerLostError,
-)
-from sync_core.transports import Block, Notice, unheard, uninterrupted
+from sync_core.errors import CapacityError, ClosedError, OptionError
+from sync_core.transports import Block, Notice, Publication, Roster, unheard, uninterrupted
 
 # The newest version, the one that is being written, and one that is still read.
 _USUAL = 3
@@ -33,6 +27,7 @@ class Slot:
         version: the version that lies in it; 0 for none.
         digest: the digest of that version's layout.
         readers: its present readers, and their names for messages.
+        publication: stands for that version in the roster; None while there is none.
     """
 
     index: int
@@ -41,19 +36,11 @@ class Slot:
     digest: str = ""
     nbytes: int = 0
     readers: dict[object, str] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Place:
-    wanted: Slot | None = None
-    delivery: Delivery | None = None
-    reader: object = None
-    wake: Callable[[], None] | None = None
-    lost: str | None = None
+    publication: Publication | None = None
 
 
 class Publisher:
-    """The slots and the workers of one sender; every method may be called from any thread.
+    """The slots of one sender and their readers; every method may be called from any thread.
 
     A slot that has readers is never written to. A slot that a worker may yet ask for is
     written to only when there is no other, and no more can be made.
@@ -105,12 +92,13 @@ class Publisher:
         self.slots: list[Slot] = []
         self._allocate = allocate
         self._revoke = revoke
-        self._notify = notify
+        #: The workers, and the version that each of them wants.
+        self.roster = Roster(worker_ids, notify)
+        # How each worker that is connected is notified.
+        self._wakes: dict[int, Callable[[], None]] = {}
         self._limit = limit
         self._timeout = timeout
         self._patience = 0.0 if views else timeout / 8
-        self._places = {worker_id: _Place() for worker_id in worker_ids}
-        self._newest_for_all: Slot | None = None
         self._reserved: Slot | None = None
         self._made = 0
         # Two: one that late workers may still ask for, one to write the next version to. A rank
@@ -137,32 +125,19 @@ class Publisher:
         read ahead of that.
         """
         version, nbytes = payload.version, payload.layout.nbytes
-        deliveries: dict[int, Delivery] = {}
         with self.lock:
             slot.version, slot.digest, slot.nbytes = version, payload.layout.digest, nbytes
+            slot.publication = Publication(version, nbytes, slot)
             self._reserved = None
+            deliveries = self.roster.publish(slot.publication, worker_ids)
             for worker_id in worker_ids:
-                delivery = deliveries[worker_id] = Delivery(worker_id, version, nbytes)
-                place = self._places.get(worker_id)
-                if place is None:
-                    delivery.fail(WorkerError(worker_id, "was removed from the sender"))
-                    continue
-                place.wanted, place.delivery = slot, delivery
-                if place.lost is not None:
-                    delivery.fail(WorkerLostError(worker_id, place.lost))
-                if place.wake is not None:
-                    place.wake()
-            # Another thread may have removed some of them meanwhile.
-            if deliveries.keys() >= self._places.keys():
-                self._newest_for_all = slot
+                if worker_id in self._wakes:
+                    self._wakes[worker_id]()
         return deliveries
 
     def expect(self, worker_ids: Sequence[int]) -> None:
         """Count these workers as reachable again: they may get later versions."""
-        with self.lock:
-            for worker_id in worker_ids:
-                if worker_id in self._places:
-                    self._places[worker_id].lost = None
+        self.roster.expect(worker_ids)
 
     def retract(self, slot: Slot) -> None:
         """Withdraw a version that was announced, and whose packing was interrupted.
@@ -177,18 +152,18 @@ class Publisher:
 
     def newest(self, worker_id: int) -> int:
         """The version that the worker wants; 0 for none."""
-        with self.lock:
-            place = self._places.get(worker_id)
-            return 0 if place is None or place.wanted is None else place.wanted.version
+        wanted = self.roster.wanted(worker_id)
+        return 0 if wanted is None else wanted.version
 
     def lend(self, worker_id: int, seen: int, reader: object, name: str) -> Slot | None:
         """The slot that the worker wants, unless it has seen that version; it is read from now."""
         with self.lock:
-            place = self._places.get(worker_id)
-            if place is None or place.wanted is None or place.wanted.version <= seen:
+            wanted = self.roster.wanted(worker_id, after=seen)
+            if wanted is None:
                 return None
-            place.wanted.readers[reader] = name
-            return place.wanted
+            slot: Slot = wanted.content
+            slot.readers[reader] = name
+            return slot
 
     def give_back(
         self, reader: object, kept: Sequence[int] = (), *, until: int | None = None
@@ -217,18 +192,8 @@ class Publisher:
                 self._freed()
 
     def answer(self, worker_id: int, answer: Answer, reader: object) -> None:
-        """The worker has committed a version, or could not.
-
-        Unless another reader has taken its place: that one has not committed anything by this.
-        """
-        with self.lock:
-            place = self._places.get(worker_id)
-            if place is None or place.reader is not reader:
-                return
-            if place.delivery is not None and place.delivery.version == answer.version:
-                place.delivery.acknowledge(answer)
-            elif answer.error is None:
-                self._notify(worker_id, Notice("acknowledged", answer.version))
+        """The worker has committed a version, or could not; see `Roster.answered`."""
+        self.roster.answered(worker_id, reader, answer)
 
     def joined(
         self, worker_id: int, reader: object, wake: Callable[[], None] | None = None
@@ -241,76 +206,49 @@ class Publisher:
             wake: called, with the lock held, when there is a version for it, or nothing more.
         """
         with self.lock:
-            place = self._places.get(worker_id)
-            if place is None:
+            if not self.roster.connected(worker_id, reader):
                 return False
-            replaced = place.wake
-            place.reader, place.wake, place.lost = reader, wake, None
-            self._notify(worker_id, Notice("connected"))
+            replaced = self._wakes.pop(worker_id, None)
+            if wake is not None:
+                self._wakes[worker_id] = wake
             if replaced is not None:
                 replaced()
             return True
 
     def dismissed(self, worker_id: int, reader: object) -> str | None:
         """Return why there is nothing more for a reader; None while it is the worker's."""
-        with self.lock:
-            place = self._places.get(worker_id)
-            if self.closed:
-                return "the sender was closed"
-            if place is None or place.reader is None:
-                return f"worker {worker_id} was removed from the sender"
-            if place.reader is not reader:
-                return "another receiver was given the same address"
-            return None
+        return self.roster.dismissed(worker_id, reader)
 
     def remark(self, worker_id: int, remark: str) -> None:
         """Say more of the worker, should it not confirm what it was sent last."""
-        with self.lock:
-            place = self._places.get(worker_id)
-            if place is not None and place.delivery is not None:
-                place.delivery.remark = remark
+        self.roster.remark(worker_id, remark)
 
     def lost(self, worker_id: int, reader: object, reason: str) -> None:
-        """The worker is gone: what it has not confirmed has failed, and so will what is sent.
-
-        Unless another reader has taken its place meanwhile.
-        """
+        """The worker is gone, and reads nothing any more; see `Roster.lost`."""
         with self.lock:
             self.give_back(reader)
-            place = self._places.get(worker_id)
-            if place is None or place.reader is not reader:
-                return
-            place.lost = reason
-            self._notify(worker_id, Notice("lost", reason=reason))
-            if place.delivery is not None:
-                place.delivery.fail(WorkerLostError(worker_id, reason))
+            self.roster.lost(worker_id, reader, reason)
 
     def add_worker(self, worker_id: int) -> None:
         """Serve one more worker; it wants the newest version that went to all."""
-        with self.lock:
-            self._places[worker_id] = _Place(wanted=self._newest_for_all)
+        self.roster.add(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker."""
         with self.lock:
-            place = self._places.pop(worker_id)
-            if place.delivery is not None:
-                place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
-            if place.wake is not None:
-                place.wake()
+            self.roster.remove(worker_id)
+            wake = self._wakes.pop(worker_id, None)
+            if wake is not None:
+                wake()
             self._tell_changed()
 
     def close(self) -> None:
         """Fail pending deliveries, release the memory, and wake waiting threads."""
         with self.lock:
             self.closed = True
-            for worker_id, place in self._places.items():
-                place.wanted = None
-                if place.delivery is not None:
-                    place.delivery.fail(WorkerError(worker_id, "the sender was closed"))
-                if place.wake is not None:
-                    place.wake()
-            self._newest_for_all = None
+            self.roster.close()
+            for wake in self._wakes.values():
+                wake()
             self.slots.clear()
             self._tell_changed()
 
@@ -341,7 +279,7 @@ class Publisher:
                     except CapacityError as error:
                         shortage = error  # one may still be released
                 if slot is not None:
-                    slot.version, self._reserved = 0, slot
+                    slot.version, slot.publication, self._reserved = 0, None, slot
                     return slot
                 if waited > self._timeout:
                     raise CapacityError(self._all_taken()) from shortage
@@ -380,24 +318,24 @@ class Publisher:
 
     def _unwanted(self) -> list[Slot]:
         """The slots without readers or writer, which no worker may still ask for."""
-        wanted = {self._newest_for_all, self._reserved}
-        for place in self._places.values():
-            wanted.add(place.wanted)
-        return [slot for slot in self.slots if not slot.readers and slot not in wanted]
+        owed = self.roster.owed()
+        return [
+            slot
+            for slot in self.slots
+            if not slot.readers and slot is not self._reserved and slot.publication not in owed
+        ]
 
     def _replaced_by_what_goes_to(self, worker_ids: Sequence[int]) -> list[Slot]:
         """The slots that no worker may ask for any more once these have a newer version."""
-        kept = {place.wanted for i, place in self._places.items() if i not in worker_ids}
-        if kept:
-            kept.add(self._newest_for_all)
-        return [slot for slot in self.slots if slot not in kept]
+        owed = self.roster.owed(besides=worker_ids)
+        return [slot for slot in self.slots if slot.publication not in owed]
 
     def _most(self) -> int:
         """Return how many slots there may be at a time."""
         if self._limit is not None:
             return self._limit
         read = sum(bool(slot.readers) for slot in self.slots)
-        return max(_USUAL, 2 * len(self._places) + 1, read + 1)
+        return max(_USUAL, 2 * len(self.roster.worker_ids) + 1, read + 1)
 
     def _freed(self) -> None:
         """A slot was released: free those beyond the usual number, but for a spare."""
@@ -413,11 +351,8 @@ class Publisher:
             self._news.put(None)
 
     def _forget(self, slot: Slot) -> None:
-        for place in self._places.values():
-            if place.wanted is slot:
-                place.wanted = None
-        if self._newest_for_all is slot:
-            self._newest_for_all = None
+        if slot.publication is not None:
+            self.roster.withdraw(slot.publication)
 
     def _add_slot(self, nbytes: int) -> Slot:
         self._made += 1
