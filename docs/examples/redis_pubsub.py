@@ -32,8 +32,8 @@ import torch
 
 import sync_core
 from sync_core import Answer, Delivery, Payload, TransportContext, hookimpl
-from sync_core.errors import SenderLostError, WorkerError, WorkerLostError
-from sync_core.transports import Block, Notice
+from sync_core.errors import SenderLostError
+from sync_core.transports import Block, Publication, Roster
 
 #: Seconds between two looks at the other end, while no message comes.
 TICK = 0.5
@@ -108,15 +108,12 @@ class Connection:
         return subscription
 
 
-class Place:
-    """A worker as the sender knows it."""
+@dataclass(frozen=True)
+class Owner:
+    """The receiver that has a worker's place: its name, and a clause about its process."""
 
-    def __init__(self) -> None:
-        self.wanted = 0
-        self.delivery: Delivery | None = None
-        self.owner: str | None = None
-        self.process = ""
-        self.lost: str | None = None
+    name: str
+    process: str
 
 
 class RedisSender(sync_core.SenderTransport):
@@ -124,9 +121,8 @@ class RedisSender(sync_core.SenderTransport):
 
     def __init__(self, context: TransportContext, connection: Connection) -> None:
         self._redis = connection
-        self._notify = context.notify
-        self._places = {worker_id: Place() for worker_id in context.worker_ids}
-        self._newest = 0
+        self._roster = Roster(context.worker_ids, context.notify)
+        self._owners: dict[int, Owner] = {}
         self._kept: set[int] = set()
         # Reentrant, as the garbage collector may close the transport in a thread that holds it.
         self._lock = threading.RLock()
@@ -143,21 +139,11 @@ class RedisSender(sync_core.SenderTransport):
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the weights, then the version that each worker should have."""
         self._redis.client.set(self._redis.weights(payload.version), payload.to_bytes())
-        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
             self._kept.add(payload.version)
-            for worker_id, delivery in deliveries.items():
-                place = self._places.get(worker_id)
-                if place is None:  # removed by another thread since the send began
-                    delivery.fail(WorkerError(worker_id, "was removed from the sender"))
-                    continue
-                place.wanted, place.delivery = payload.version, delivery
-                if place.lost is not None and self._succeeded(worker_id):
-                    place.lost = None
-                if place.lost is not None:
-                    delivery.fail(WorkerLostError(worker_id, place.lost))
-            if deliveries.keys() >= self._places.keys():
-                self._newest = payload.version
+            self._roster.expect(i for i in worker_ids if self._succeeded(i))
+            publication = Publication(payload.version, payload.nbytes)
+            deliveries = self._roster.publish(publication, worker_ids)
             self._write()
         return deliveries
 
@@ -165,17 +151,15 @@ class RedisSender(sync_core.SenderTransport):
         """Serve one more worker, which wants the newest version that went to all."""
         del worker
         with self._lock:
-            place = self._places[worker_id] = Place()
-            place.wanted = self._newest
+            self._roster.add(worker_id)
             self._redis.client.hdel(self._redis.owners, str(worker_id))
             self._write()
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, whose receiver finds that."""
         with self._lock:
-            place = self._places.pop(worker_id)
-            if place.delivery is not None:
-                place.delivery.fail(WorkerError(worker_id, "was removed from the sender"))
+            self._roster.remove(worker_id)
+            self._owners.pop(worker_id, None)
             self._redis.client.hdel(self._redis.wanted, str(worker_id))
             self._redis.client.publish(self._redis.news, "")
 
@@ -185,9 +169,7 @@ class RedisSender(sync_core.SenderTransport):
             if self._closed:
                 return
             self._closed = True
-            for worker_id, place in self._places.items():
-                if place.delivery is not None:
-                    place.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+            self._roster.close()
             keys = [self._redis.weights(version) for version in self._kept]
             self._redis.client.delete(self._redis.wanted, self._redis.owners, *keys)
             self._redis.client.publish(self._redis.news, "")
@@ -198,8 +180,9 @@ class RedisSender(sync_core.SenderTransport):
 
     def _write(self) -> None:
         """Write what each worker should have, wake them, and remove versions no worker wants."""
-        wanted = {str(worker_id): place.wanted for worker_id, place in self._places.items()}
-        needed = {self._newest, *(place.wanted for place in self._places.values())}
+        owed = {i: self._roster.wanted(i) for i in self._roster.worker_ids}
+        wanted = {str(i): each.version if each else 0 for i, each in owed.items()}
+        needed = {publication.version for publication in self._roster.owed()}
         with self._redis.client.pipeline() as commands:  # all of it, or nothing
             if wanted:
                 commands.hset(self._redis.wanted, mapping=wanted)
@@ -222,55 +205,42 @@ class RedisSender(sync_core.SenderTransport):
                         self._look()
                 except redis.RedisError as error:
                     with self._lock:
-                        for worker_id in self._places:
-                            self._lose(worker_id, f"cannot be heard, as Redis is gone: {error}")
+                        for worker_id, owner in self._owners.items():
+                            reason = f"cannot be heard, as Redis is gone: {error}"
+                            self._roster.lost(worker_id, owner.name, reason)
                     return
 
     def _hear(self, message: dict[str, Any] | None) -> None:
         """Take a message of a receiver; one that has lost its place is not heard."""
         with self._lock:
-            if message is None or (place := self._places.get(message["worker"])) is None:
+            if message is None or message["worker"] not in self._roster.worker_ids:
                 return
             worker_id, owner = message["worker"], message["owner"]
             if message["kind"] == "connected":
                 # It finds the version that is on its way by the key, and answers for it.
-                place.owner, place.process, place.lost = owner, message["process"], None
-                self._notify(worker_id, Notice("connected"))
-            elif owner != place.owner:
-                return
-            elif message["kind"] == "left":
-                if self._succeeded(worker_id):
-                    return
-                self._lose(worker_id, f"{place.process} {message['reason']}")
-            elif place.delivery is not None and place.delivery.version == message["version"]:
-                place.delivery.settle(message["answer"])
-            elif message["answer"]["error"] is None:
-                self._notify(worker_id, Notice("acknowledged", message["version"]))
+                self._owners[worker_id] = Owner(owner, message["process"])
+                self._roster.connected(worker_id, owner)
+            elif message["kind"] == "answer":
+                self._roster.answered(worker_id, owner, message["answer"])
+            elif (known := self._owners.get(worker_id)) and not self._succeeded(worker_id):
+                self._roster.lost(worker_id, owner, f"{known.process} {message['reason']}")
 
     def _look(self) -> None:
         """Find the receivers that have died."""
         with self._lock:
-            for worker_id, place in self._places.items():
-                if place.owner is None or place.lost is not None:
-                    continue
-                if not self._redis.lives(self._redis.own(place.owner)) and not self._succeeded(
-                    worker_id
-                ):
-                    self._lose(worker_id, f"{place.process} has closed its connection")
+            for worker_id, owner in self._owners.items():
+                alive = self._redis.lives(self._redis.own(owner.name))
+                if not alive and not self._succeeded(worker_id):
+                    reason = f"{owner.process} has closed its connection"
+                    self._roster.lost(worker_id, owner.name, reason)
 
     def _succeeded(self, worker_id: int) -> bool:
         """Return whether another receiver has the place, whose first message is on its way."""
         owner = self._redis.client.hget(self._redis.owners, str(worker_id))
-        if owner is None or owner.decode() == self._places[worker_id].owner:
+        known = self._owners.get(worker_id)
+        if owner is None or (known is not None and owner.decode() == known.name):
             return False
         return self._redis.lives(self._redis.own(owner.decode()))
-
-    def _lose(self, worker_id: int, reason: str) -> None:
-        place = self._places[worker_id]
-        place.lost = reason
-        if place.delivery is not None:
-            place.delivery.fail(WorkerLostError(worker_id, reason))
-        self._notify(worker_id, Notice("lost", reason=reason))
 
 
 class RedisReceiver(sync_core.ReceiverTransport):
