@@ -27,7 +27,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.models import named_tensors
-from sync_core.transports import Notice
+from sync_core.transports import Publication, Roster
 
 _MOVES_NOTHING = "scheme 'none' moves nothing"
 
@@ -146,11 +146,7 @@ class NoneSender(SenderTransport):
         context.parse_options(NoneOptions)
         self.own = own
         self._name = secrets.token_hex(8)
-        self.newest: dict[int, Payload] = {}
-        self._last: Payload | None = None
-        self._worker_ids = set(context.worker_ids)
-        self._version_for_all = 0
-        self._notify = context.notify
+        self.roster = Roster(context.worker_ids, context.notify)
         _senders[self._name] = self
 
     def address(self, worker_id: int) -> str:
@@ -160,41 +156,31 @@ class NoneSender(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Count the version as committed."""
-        deliveries = {}
-        self._last = payload
-        if self._worker_ids <= set(worker_ids):
-            self._version_for_all = payload.version
-        for worker_id in worker_ids:
-            self.newest[worker_id] = payload
-            deliveries[worker_id] = Delivery(worker_id, payload.version, nbytes=0)
-            deliveries[worker_id].acknowledge()
+        deliveries = self.roster.publish(Publication(payload.version, 0, payload), worker_ids)
+        for delivery in deliveries.values():
+            if not delivery.ended:
+                delivery.acknowledge()
         return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Count what was sent last as this worker's too: it acts with the same object."""
+        """Serve one more worker, which acts with the same object."""
         del worker
-        self._worker_ids.add(worker_id)
-        if self._last is not None:
-            self.newest[worker_id] = self._last
+        self.roster.add(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker."""
-        self._worker_ids.discard(worker_id)
-        self.newest.pop(worker_id, None)
+        self.roster.remove(worker_id)
 
-    def joined(self, worker_id: int) -> None:
+    def joined(self, worker_id: int, reader: object) -> None:
         """Report a worker as connected and current: it acts with the same object."""
-        self._notify(worker_id, Notice("connected"))
-        newest = self.newest.get(worker_id)
-        if newest is not None:
-            # A worker that was added must have what went to all; the last may have gone to some.
-            self._notify(worker_id, Notice("acknowledged", self._version_for_all))
-            self._notify(worker_id, Notice("acknowledged", newest.version))
+        self.roster.connected(worker_id, reader)
+        wanted = self.roster.wanted(worker_id)
+        if wanted is not None:
+            self.roster.answered(worker_id, reader, Answer(version=wanted.version))
 
     def close(self) -> None:
         """Release the trainer's tensors."""
-        self.newest.clear()
-        self._last = None
+        self.roster.close()
         self.own.model = self.own.update = None
 
 
@@ -207,15 +193,18 @@ class NoneReceiver(ReceiverTransport):
         self._worker_id = context.worker_id
         self._seen = 0
         if self._sender is not None:
-            self._sender.joined(self._worker_id)
+            self._sender.joined(self._worker_id, self)
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, at once or never."""
         del timeout
-        payload = None if self._sender is None else self._sender.newest.get(self._worker_id)
-        if payload is None or payload.version <= self._seen:
+        if self._sender is None:
             return None
-        self._seen = payload.version
+        wanted = self._sender.roster.wanted(self._worker_id, after=self._seen)
+        if wanted is None:
+            return None
+        self._seen = wanted.version
+        payload: Payload = wanted.content
         return payload
 
     def acknowledge(self, answer: Answer) -> None:
