@@ -231,14 +231,6 @@ def test_extras_travel_beside_parts() -> None:
             "needs arguments; type Sharded('thread', rank, size)",
         ),
         (
-            lambda: Sender("shm", nn.Linear(1, 1), num_workers=1, ranks=(0, 1)),
-            "Sender has no argument 'ranks'; type Sender(Sharded('shm', rank, size), …)",
-        ),
-        (
-            lambda: Sender("shm", nn.Linear(1, 1), num_workers=1, regions={}),
-            "no argument 'regions'; type Sender(Sharded('shm', rank, size, regions=…), …)",
-        ),
-        (
             lambda: Sender(Chunked(Sharded("thread", 0, 1)), nn.Linear(1, 1), num_workers=1),
             "Sharded reads the model of its rank, so it has to be the outermost scheme",
         ),

@@ -1,4 +1,4 @@
-"""Checks of a sender's arguments, and what to type in place of those that it does not have."""
+"""Checks of a sender's arguments, and near misses of those that it does not have."""
 
 from __future__ import annotations
 
@@ -14,21 +14,6 @@ from sync_core.wrapping import SEPARATOR
 
 # The similarity, from 0 to 1, from which a name is taken for another: that of `difflib`.
 _ALIKE = 0.6
-# Former arguments of a sender, and what to type now.
-_RESTART = "on_failure=Restart(group, on_restart), with: from sync_plugin_std import Restart"
-_MOVED = {
-    "gather": "Sender(scheme, gathered(model)), with: from sync_core import gathered",
-    "group": _RESTART,
-    "on_restart": _RESTART,
-    "ranks": "Sender(Sharded({scheme!r}, rank, size), …), with: from sync_plugin_scale import "
-    "Sharded",
-    "regions": "Sender(Sharded({scheme!r}, rank, size, regions=…), …), with: "
-    "from sync_plugin_scale import Sharded",
-    "partial": 'layers=[select("*")], with: from sync_plugin_std import select',
-    "only": 'layers=["select"], which sends the parameters that are trained',
-    "verify": 'layers=["checksum"], and "readback" before it to read workers\' models, too',
-    "status": "StatusServer(sender).address, with: from sync_tools import StatusServer",
-}
 
 
 def as_id(worker_id: int) -> int:
@@ -99,9 +84,6 @@ def with_near_miss(error: OptionError, arguments: Iterable[str], scheme: str) ->
         scheme: its name.
     """
     name = error.unknown or ""
-    if name in _MOVED:
-        typed = _MOVED[name].format(scheme=scheme)
-        return OptionError(f"Sender has no argument {name!r}; type {typed}")
     kinds = (
         (arguments, "{}=…"),
         (error.known, "{}=…"),
