@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ LINK = Link(backend="gloo", collective=False, interface="127.0.0.1", timeout=2.0
 class Nobody:
     """Control of a transfer that nothing interrupts."""
 
-    def fileno(self) -> int:
+    def register(self, poll: select.poll) -> None:
         raise NotImplementedError
 
     def interrupts(self) -> bool:
@@ -36,8 +37,8 @@ class Quiet(Nobody):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def fileno(self) -> int:
-        return self._descriptor
+    def register(self, poll: select.poll) -> None:
+        poll.register(self._descriptor, select.POLLIN)
 
 
 class Ends:

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial as bind
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
