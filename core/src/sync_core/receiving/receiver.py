@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Never, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 
@@ -86,10 +86,7 @@ class Receiver(Updated):
         load: Load | None = None,
         consolidate: bool = False,
         version: int = 0,
-        **unknown: Never,
     ) -> None:
-        if unknown:
-            raise _unknown_argument(next(iter(unknown)))
         if not isinstance(address, Address):
             # Of the type alone: a text may be an address with its token.
             raise AddressError(
@@ -566,15 +563,6 @@ class Receiver(Updated):
             self._transport.acknowledge(answer)
         except SenderLostError:
             return  # it needs no answer; the next receive() says that it has gone
-
-
-def _unknown_argument(name: str) -> TypeError:
-    if name == "regions":
-        return TypeError(
-            "Receiver has no argument 'regions'; type Receiver(address, Part(model, regions)), "
-            "with: from sync_plugin_scale import Part"
-        )
-    return TypeError(f"Receiver has no argument {name!r}; see help(sync_core.Receiver)")
 
 
 def _refuse(address: Address, backend: Plugin, timeout: float, error: Exception) -> None:

@@ -95,7 +95,14 @@ class WorkerModels:
             self._receivers.pop(name).close()
         self._check_shared(name, views=address.zero_copy)
         model = self._found(name) if name == POLICY else name
-        receiver = Receiver(address, model, context=self._parts, on_commit=self._on_commit(name))
+        receiver = Receiver(
+            address,
+            model,
+            context=self._parts,
+            on_commit=self._on_commit(name),
+            # The policy is the worker's own copy, and only the worker's calls read it.
+            consolidate=name == POLICY,
+        )
         self._receivers[name], self._views[name] = receiver, address.zero_copy
         self._single = receiver if single else None
         self._part = receiver if single and is_part(name) else None
