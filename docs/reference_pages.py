@@ -159,6 +159,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
             "Channel",
             "Message",
             "LocalListener",
+            "close_when_forked",
             "connect_locally",
             "notice_silence",
             "same_user",

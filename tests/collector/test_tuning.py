@@ -79,7 +79,10 @@ def test_prints_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("factory", "answer"),
     [
-        ("absent_module:make", "no module 'absent_module' in this folder"),
+        (
+            "absent_module:make",
+            "the module 'absent_module' in this folder, or installed, does not import",
+        ),
         ("envs_to_tune:absent", "the module 'envs_to_tune' has no function 'absent'"),
     ],
 )

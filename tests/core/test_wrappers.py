@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from sync_core import (
     LayoutMismatchError,
     ModelError,
-    OptionError,
     Receiver,
     SendContext,
     Sender,
@@ -181,11 +180,6 @@ def test_what_is_trained_of_a_gathered_model_is_selected(*, several: bool) -> No
             torch.equal(mine, theirs.full_tensor())  # type: ignore[attr-defined]
             for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True)
         )
-
-
-def test_gather_is_a_function_now() -> None:
-    with pytest.raises(OptionError, match=r"no argument 'gather'; type .*gathered\(model\)"):
-        Sender("thread", nn.Linear(1, 1), num_workers=1, gather=True)
 
 
 def test_weights_that_are_computed_at_every_send() -> None:

@@ -30,7 +30,7 @@ NEEDED = {
 SOURCES = sorted(path for path in ROOT.glob("**/src/**/*.py") if "templates" not in path.parts)
 PAGES = sorted(p for p in ROOT.glob("**/*.md") if not {".venv", "node_modules"} & {*p.parts})
 _NAME = re.compile(r"pip install (?:-U |--upgrade )?[\"']?([A-Za-z{][^\s\"'`,;]*)")
-_EXTRAS = re.compile(r"\b(sync-[a-z-]+)\[([a-z0-9,-]+)\]")
+_EXTRAS = re.compile(r"\b(sync-[a-z-]*[a-z])\[([a-z0-9,-]+)\]")
 # Strings of Python that stand one below the other.
 _SPLIT = re.compile(r"[\"']\s*\n\s*f?[\"']")
 # What stands in advice for a name: each is one of `registry.OURS`, but for the last, which is what

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import sync_core
-from sync_core import Address, Receiver, Sender
+from sync_core import Address, Receiver, Sender, SendError
 from sync_testing import eventually
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "companions.py"
@@ -80,7 +80,9 @@ def test_a_worker_is_replaced_once_and_then_dropped() -> None:
         assert eventually(lambda: len(begun) == 2 and sender.workers[0].state != "restarting")
         assert send(sender, begun[1]).updated == (0,)
         begun[1].close()
-        assert send(sender).dropped == (0,)
+        with pytest.raises(SendError) as failure:
+            send(sender)
+        assert failure.value.report.dropped == (0,)
 
 
 def test_the_program() -> None:

@@ -168,12 +168,12 @@ def test_without_ray_the_error_says_what_to_install() -> None:
     source = """
 import sys
 sys.modules["ray"] = None
-from sync_core.errors import PluginImportError
+from sync_core.errors import PluginError
 from sync_core import registry
 try:
     registry.find(registry.WORKERS, "ray")
-except PluginImportError as error:
-    print(error, error.__cause__)
+except PluginError as error:
+    print(error)
 """
     command = [sys.executable, "-c", source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +16,6 @@ from sync_core import (
     Answer,
     CorruptionError,
     Layout,
-    OptionError,
     Payload,
     ReadbackError,
     Receiver,
@@ -29,7 +27,6 @@ from sync_core import (
     WorkerError,
     hookimpl,
 )
-from sync_core.errors import RequirementError
 from sync_core.transports import PointToPointTransport, checksum
 from sync_plugin_std import select
 from sync_plugin_std.checksums import buckets
@@ -363,15 +360,6 @@ def test_nothing_is_verified_where_nothing_travels() -> None:
         with torch.no_grad():
             model.weight.add_(1)
         assert receiver.receive() == 1
-
-
-def test_a_former_argument_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"verify": "checksum"}
-    with pytest.raises(OptionError, match=r'no argument \'verify\'; type layers=\["checksum"\]'):
-        Sender("thread", nn.Linear(1, 1), num_workers=1, **options)
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    with pytest.raises(RequirementError, match=r'pip install "sync-core\[verify\]"'):
-        Sender("thread", nn.Linear(1, 1), num_workers=1, layers=["checksum"])
 
 
 def test_what_comes_without_checksums_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import OptionError, Receiver, Sender, SendReport, WorkerState
+from sync_core import Receiver, Sender, SendReport, WorkerState
 from sync_core.models import consolidate
 from sync_plugin_scale import Increments
 from sync_testing import Loopback
@@ -183,15 +183,3 @@ def test_a_tied_parameter_is_trained_if_it_is_under_one_of_its_names() -> None:
             next(model.parameters()).add_(1)
         send(sender, receiver)
         assert equal(model, copy)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"only": "trainable"}, r"no argument 'only'; type layers=\[\"select\"\]"),
-        ({"partial": True}, r"no argument 'partial'; type layers=\[select\(\"\*\"\)\]"),
-    ],
-)
-def test_former_arguments_say_what_to_type(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        Sender("shm", make(), num_workers=1, **options)

@@ -64,18 +64,13 @@ class FalseTrainer:
         data = Payload(2, update.layout, update.source).to_bytes()
         header = len(update.layout.header)
         pieces = self.piece(data[:header]), self.piece(data[header:])
-        self.publish(
-            *(
-                Manifest(
-                    run=self.run,
-                    version=v,
-                    base=v - 1 if v > 2 else 0,
-                    anchor=v == 2,
-                    pieces=pieces,
-                )
-                for v in range(2, 20)
+        chain = [Manifest(run=self.run, version=2, anchor=True, pieces=pieces)]
+        for v in range(3, 20):
+            base = digest_of(chain[-1].to_bytes())
+            chain.append(
+                Manifest(run=self.run, version=v, base=v - 1, base_digest=base, pieces=pieces)
             )
-        )
+        self.publish(*chain)
 
     def holdings(self) -> None:
         listed = self.piece(b"[" + b"[]," * (20 * MB) + b"0]")
@@ -143,9 +138,10 @@ def test_a_chain_that_does_not_fit_in_memory_is_read_in_parts(
 def test_an_increment_of_a_version_that_is_not_an_anchor_is_refused(tmp_path: Path) -> None:
     trainer = FalseTrainer(tmp_path)
     pieces = (trainer.piece(bytes(64)),)
+    base = Manifest(run=trainer.run, version=2, pieces=pieces)
+    digest = digest_of(base.to_bytes())
     trainer.publish(
-        Manifest(run=trainer.run, version=2, pieces=pieces),
-        Manifest(run=trainer.run, version=3, base=2, pieces=pieces),
+        base, Manifest(run=trainer.run, version=3, base=2, base_digest=digest, pieces=pieces)
     )
     with (
         Receiver(trainer.address, model(9.0, 2)) as receiver,

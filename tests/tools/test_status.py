@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 from torch import nn
 
-from sync_core import ClosedError, OptionError, Receiver, Sender, SendError
+from sync_core import ClosedError, Receiver, Sender, SendError
 from sync_tools import SenderView, StatusServer, WorkerView
 from sync_tools.commands.watch import StatusError, fetch
 from sync_tools.main import main
@@ -253,11 +253,6 @@ def test_a_closed_sender_has_no_server(sender: Sender) -> None:
     with pytest.raises(TypeError, match=r"got None; type StatusServer\(collector\.sender\)"):
         StatusServer(None)  # type: ignore[arg-type]
     assert not threads()
-
-
-def test_the_former_argument_is_answered_with_what_to_type() -> None:
-    with pytest.raises(OptionError, match=r"type StatusServer\(sender\)\.address"):
-        Sender("thread", nn.Linear(2, 2), num_workers=1, status=True)
 
 
 def test_watch_prints_a_table(sender: Sender, address: str, capsys: Any, monkeypatch: Any) -> None:

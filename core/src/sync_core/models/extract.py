@@ -99,7 +99,9 @@ def _naming(name: str, module: nn.Module) -> Iterator[None]:
 
 
 # Their modules load what was saved as it is, or under names of older versions of theirs.
-_LOAD_PLAINLY = frozenset({"torch", "torchao", "torchrl", "tensordict", "transformers", "peft"})
+_LOAD_PLAINLY = frozenset(
+    {"bitsandbytes", "peft", "tensordict", "torch", "torchao", "torchrl", "transformers"}
+)
 
 
 def check_loading(model: Any, strategy: Strategy) -> None:
