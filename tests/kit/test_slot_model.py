@@ -87,7 +87,7 @@ class Slots:
         publisher.slots = list(slots.values())
         publisher._made = max(slots)
         published = {
-            slot.index: Publication(slot.version, 64, slot)
+            slot.index: Publication(slot.version, 64)
             for slot in slots.values()
             if slot.index in (*memory.wanted, memory.newest_for_all)
         }
@@ -106,15 +106,15 @@ class Slots:
         publisher = self.publisher
         slots = tuple((s.index, s.version, frozenset(map(str, s.readers))) for s in publisher.slots)
         known = {index: (a, b) for index, a, b in memory.halves}
-        owed = [publisher.roster._workers[i].owed for i in IDS]
-        first, second = (0 if each is None else each.content.index for each in owed)
+        indices = {slot.publication: slot.index for slot in publisher.slots}
+        first, second = (indices.get(publisher.roster._workers[i].owed, 0) for i in IDS)
         newest = publisher.roster._owed_to_new
         return replace(
             memory,
             slots=slots,
             halves=tuple((index, *known.get(index, (0, 0))) for index, _, _ in slots),
             wanted=(first, second),
-            newest_for_all=0 if newest is None else newest.content.index,
+            newest_for_all=0 if newest is None else indices[newest],
         )
 
     def _begin(self, memory: Memory) -> Iterator[Memory]:

@@ -127,7 +127,7 @@ class Publisher:
         version, nbytes = payload.version, payload.layout.nbytes
         with self.lock:
             slot.version, slot.digest, slot.nbytes = version, payload.layout.digest, nbytes
-            slot.publication = Publication(version, nbytes, slot)
+            slot.publication = Publication(version, nbytes)
             self._reserved = None
             deliveries = self.roster.publish(slot.publication, worker_ids)
             for worker_id in worker_ids:
@@ -161,7 +161,8 @@ class Publisher:
             wanted = self.roster.wanted(worker_id, after=seen)
             if wanted is None:
                 return None
-            slot: Slot = wanted.content
+            # Not the publication's content: what refers to itself is freed late.
+            slot = next(each for each in self.slots if each.publication is wanted)
             slot.readers[reader] = name
             return slot
 

