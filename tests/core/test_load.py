@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,83 @@ def test_an_interrupt_while_loading_leaves_the_worker_bad() -> None:
         with pytest.raises(SendError):
             pending.wait(0)
         assert sender.workers[0].state is WorkerState.BAD
+
+
+def loading_into(module: nn.Module) -> Callable[[Any], object]:
+    return lambda named: module.load_state_dict(dict(named), strict=False)
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    return module
+
+
+def rotary() -> nn.Module:
+    module = model(1.0)
+    module.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    return module
+
+
+def returning(value: Any) -> Callable[[Any], object]:
+    return lambda named: (list(named), value)[1]
+
+
+@pytest.mark.parametrize(
+    ("load", "left"),
+    [
+        (returning({"weight"}), "took 1 of 2 tensors, and not 'bias';"),
+        (returning(frozenset({"bias"})), "took 1 of 2 tensors, and not 'weight';"),
+        (returning(["weight"]), "took 1 of 2 tensors, and not 'bias';"),
+        (returning(dict.fromkeys(["weight"]).keys()), "took 1 of 2 tensors, and not 'bias';"),
+        (returning(set()), "took 0 of 2 tensors, and not 'weight', 'bias';"),
+        (loading_into(nn.Linear(3, 2, bias=False)), "took 1 of 2 tensors, and not 'bias';"),
+    ],
+)
+def test_a_load_that_returns_what_it_left_out_is_refused_by_name(
+    load: Callable[[Any], object], left: str
+) -> None:
+    with Sender(Loopback(), model(1.0), num_workers=1) as sender:
+        receiver = Receiver(sender.address(0), load=load)
+        with pytest.raises(SendError) as caught:
+            push(sender, receiver)
+        status = sender.workers[0]
+        assert (status.state, receiver.version) == (WorkerState.BAD, 0)
+        assert isinstance(status.error, LoadError)
+    assert left in str(caught.value)
+    assert "rename(" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "load"),
+    [
+        *(
+            (model(1.0), returning(value))
+            for value in (None, 2, True, "weight", {"weight": 1}, [], (), ["weight", 3])
+        ),
+        (model(1.0), returning({"weight", "bias"})),
+        (model(1.0), list),
+        # The engine's own names, of which some are those that were sent.
+        (model(1.0), returning({"engine.weight", "bias"})),
+        (model(1.0), loading_into(model(0.0))),
+        # It has a tensor that is not sent.
+        (nn.Linear(3, 2, bias=False), loading_into(model(0.0))),
+        (tied(), returning({"0.weight", "0.bias", "1.bias"})),
+        (tied(), returning({"1.weight", "0.bias", "1.bias"})),
+        (rotary(), loading_into(model(0.0))),
+    ],
+)
+def test_a_load_that_took_all_or_does_not_say_is_current(
+    source: nn.Module, load: Callable[[Any], object]
+) -> None:
+    with Sender(Loopback(), source, num_workers=1) as sender:
+        push(sender, Receiver(sender.address(0), load=load))
+        assert sender.workers[0].state is WorkerState.CURRENT
+
+
+def test_buffers_that_the_model_given_does_not_save_may_be_left_out() -> None:
+    source = model(1.0)
+    source.register_buffer("mask", torch.ones(2), persistent=False)
+    with Sender(Loopback(), source, num_workers=1) as sender:
+        push(sender, Receiver(sender.address(0), source, load=returning({"weight", "bias"})))
+        assert sender.workers[0].state is WorkerState.CURRENT

@@ -272,7 +272,7 @@ class ReadbackError(WorkerError):
 
 
 class LoadError(WorkerError):
-    """The worker's own ``load`` function raised: its model may hold parts of a version.
+    """The worker's own ``load`` function raised, or left tensors out: its model may be in parts.
 
     It is known bad, and gets a whole version with the next send.
     """

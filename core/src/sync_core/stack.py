@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 import pluggy
@@ -28,7 +29,7 @@ from sync_core.hooks import (
     implemented,
 )
 from sync_core.models.binding import Binding
-from sync_core.models.extract import Strategy, check_loading
+from sync_core.models.extract import Strategy, check_loading, not_saved
 from sync_core.printable import printable
 from sync_core.registry import Plugin
 from sync_core.transports.transport import ReceiverTransport, SenderTransport
@@ -87,6 +88,36 @@ def _written(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
+# How many names an error shows.
+_SHOWN = 8
+
+
+def _left_out(returned: Any, update: Update, model: Any) -> list[str]:
+    """The names that a load function has not taken, by what it returned; see `Receiver`."""
+    index = update.layout.index
+    if isinstance(unexpected := getattr(returned, "unexpected_keys", None), (list, tuple)):
+        left = list(map(str, unexpected))
+    elif isinstance(returned, AbstractSet) or (isinstance(returned, (list, tuple)) and returned):
+        # Other names are the engine's own, as of fused tensors, and say nothing about those sent.
+        if any(not isinstance(name, str) or name not in index for name in returned):
+            return []
+        taken = set(returned)
+        left = [name for name in index if name not in taken]
+    else:
+        return []
+    if not left:
+        return []
+    # A tied tensor is taken under one of its names.
+    positions = {index[name] for name in index.keys() - set(left)}
+    computed = set(not_saved(model))
+    return [
+        name
+        for name in left
+        # Models compute the frequencies of rotary embeddings themselves.
+        if not (index.get(name) in positions or name in computed or name.endswith("inv_freq"))
+    ]
+
+
 #: A worker's own way of loading named tensors, such as an engine's ``load_weights``.
 Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
 
@@ -122,7 +153,7 @@ class Defaults:
     def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> bool:
         """Write the update into the model."""
         if self._load is not None:
-            self._load_with(self._load, update, context)
+            self._load_with(self._load, update, model, context)
             return True
         if self._binding is None or self._binding.model is not model:
             check_loading(model, self._strategy)
@@ -142,10 +173,10 @@ class Defaults:
             self.loaded = True
         return True
 
-    def _load_with(self, load: Load, update: Update, context: ApplyContext) -> None:
+    def _load_with(self, load: Load, update: Update, model: Any, context: ApplyContext) -> None:
         self.loading = True
         try:
-            load(update.items())
+            returned = load(update.items())
         except Exception as error:
             if isinstance(error, WorkerError) and error.failure:
                 self.loading = error.model_state == "bad"
@@ -155,6 +186,17 @@ class Defaults:
                 f"its model may hold parts of version {context.version}: its load function raised "
                 f"{type(error).__name__}: {error}",
             ) from error
+        if left := _left_out(returned, update, model):
+            names = update.layout.names
+            raise LoadError(
+                context.worker_id,
+                f"its model may lack parts of version {context.version}: by what its load function "
+                f"returned, it took {len(names) - len(left)} of {len(names)} tensors, and not "
+                f"{', '.join(map(repr, left[:_SHOWN]))}{' …' * (len(left) > _SHOWN)}; "
+                f"where it has other names, type Sender(…, "
+                "layers=[rename(…)]), and strategy='checkpoint' leaves out buffers that are not "
+                "persistent; if it leaves them out on purpose, let the function return None",
+            )
         self.loading, self.loaded = False, True
 
     @hookimpl

@@ -56,7 +56,14 @@ class Receiver(Updated):
             once a version is staged whole, and layers have checked it and undone what
             they do. ``model`` may be left out then, and is not compared with the sender's. Should
             the function raise, the model may hold parts of the version: the sender counts the
-            worker as bad, and sends it a whole version next.
+            worker as bad, and sends it a whole version next. So it does where the function
+            returns what shows that tensors were left out: a set, list or tuple of the names it
+            took, as ``load_weights`` of vLLM's models does, or what `load_state_dict` returns,
+            with ``unexpected_keys``. Names are compared only if all that it returned were sent:
+            an engine with fused tensors returns names of its own. An empty set says that none
+            was taken. Tied tensors count under any of their names; frequencies of rotary
+            embeddings (``inv_freq``), and buffers of ``model`` that are not persistent, may be
+            left out. None, and whatever else it returns, says nothing.
         consolidate: whether the first version of a megabyte or more may move a module's tensors
             into one block of memory, in which later versions take one copy: a half to a third of
             the time. Say True only where nothing reads the tensors by their addresses, as
