@@ -76,27 +76,27 @@ def test_a_parameter_that_named_parameters_leaves_out_is_named() -> None:
     make_sender(dict(Hides().state_dict()))
 
 
-def parent() -> nn.Module:
-    child = Policy()
+def parent() -> Any:
+    child: Any = Policy()
     outer = nn.Sequential(child, nn.Linear(2, 2))
     child.parent, child.trainer = [outer], {"model": outer}
     return child
 
 
-def cyclic() -> nn.Module:
+def cyclic() -> Any:
     found: list[Any] = []
     found.append(found)
     return Policy(found=found)
 
 
-def listed_twice() -> nn.Module:
-    model = Policy()
+def listed_twice() -> Any:
+    model: Any = Policy()
     model.layers, model.weights = [model.net], {"w": model.net.weight}
     return model
 
 
-def cached() -> nn.Module:
-    model = Policy()
+def cached() -> Any:
+    model: Any = Policy()
     model.last, model.loss = model.net(torch.ones(2)), [model.net.weight.sum()]
     model.optimizer = torch.optim.SGD([trained()])
     model.frozen, model.view = torch.ones(2), model.net.weight.detach().requires_grad_()
@@ -104,14 +104,14 @@ def cached() -> nn.Module:
     return model
 
 
-def pruned() -> nn.Module:
-    model = Policy()
+def pruned() -> Any:
+    model: Any = Policy()
     prune.l1_unstructured(model.net, "weight", 1)
     return model
 
 
-def tied() -> nn.Module:
-    model = Policy(other=nn.Linear(2, 2))
+def tied() -> Any:
+    model: Any = Policy(other=nn.Linear(2, 2))
     model.other.weight = model.net.weight
     return model
 
