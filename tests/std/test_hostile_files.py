@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import Payload, Receiver, Sender, SendError
+from sync_core import Payload, PendingSend, Receiver, Sender, SendError
 from sync_core.errors import PayloadError
+from sync_plugin_std.file import DirectoryStore
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -61,6 +62,37 @@ def test_a_version_of_another_size_is_not_read(tmp_path: Path, nbytes: int) -> N
         os.truncate(path, nbytes)
         with pytest.raises(PayloadError, match=f"{nbytes} are there"):
             receiver.receive(2.0)
+
+
+@pytest.mark.parametrize("how", ["changed", "removed"])
+@pytest.mark.parametrize("scheme", ["file", "increments::file"])
+def test_a_newer_version_is_read_for_one_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, how: str
+) -> None:
+    source, copy = nn.Linear(3, 2), nn.Linear(3, 2)
+    read, later = DirectoryStore.get_into, list[PendingSend]()
+
+    def read_late(store: DirectoryStore, name: str, allocate: Callable[[int], memoryview]) -> bool:
+        monkeypatch.undo()
+        path = tmp_path / name
+        if how == "changed":
+            path.write_bytes(bytes(path.stat().st_size))
+        else:
+            path.unlink()
+        later.append(sender.send_async())
+        return read(store, name, allocate)
+
+    with (
+        Sender(scheme, source, num_workers=1, timeout=10.0, directory=str(tmp_path)) as sender,
+        Receiver(sender.address(0), copy) as receiver,
+    ):
+        with pytest.raises(SendError):
+            sender.send(timeout=0.1)
+        monkeypatch.setattr(DirectoryStore, "get_into", read_late)
+        # It has found the first version, and its call looks once.
+        assert receiver.receive(0.0) == 2
+        assert later[-1].wait().updated == (0,)
+    assert torch.equal(copy.weight, source.weight)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "device"])

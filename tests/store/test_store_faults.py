@@ -349,6 +349,22 @@ def test_a_reader_whose_version_is_gone_continues_with_the_newest(tmp_path: Path
     assert values(copy) == {2.0}
 
 
+def test_a_reader_whose_version_is_broken_continues_with_a_newer_one(tmp_path: Path) -> None:
+    policy, copy = model(1.0), model()
+    with Sender("store", policy, url=str(tmp_path), keep=2) as sender:
+        sender.send()
+        with Run(str(tmp_path), Run.key_of(sender)) as run:
+            digest = max(run.manifest(1).pieces, key=lambda piece: piece.nbytes).digest
+        tamper(tmp_path / "objects" / digest, "deleted")
+        with Receiver(sender.address(), copy, timeout=1.0) as receiver:
+            # It has begun to fetch the first version, which does not come, and is kept.
+            assert receiver.receive(0.2) is None
+            fill(policy, 2.0)
+            sender.send()
+            assert receiver.receive(20.0) == 2
+    assert values(copy) == {2.0}
+
+
 class Interrupting(Directory):
     """Ctrl-C comes when the head is written, before the publisher knows that it is."""
 

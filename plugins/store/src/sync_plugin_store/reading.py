@@ -7,10 +7,11 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from sync_core import Answer, Payload, ReceiverTransport, SenderLostError
+from sync_core import Answer, Payload, ReceiverTransport, SenderLostError, SyncError
 from sync_core.errors import PayloadError
 from sync_core.transports import uninterrupted
 from sync_plugin_store.errors import StoreError
@@ -143,10 +144,7 @@ class ReadingReceiver(ReceiverTransport):
         if head is None or not self._news(head):
             return None
         version = self._pinned or head.version
-        # A run that went back may have another version of the same number.
-        self._manifests = {
-            v: m for v, m in self._manifests.items() if head.versions.get(v) == m.digest
-        }
+        self._forget_others(head)
         self._broken.clear()
         try:
             if self._parts is None or self._pinned:
@@ -162,6 +160,12 @@ class ReadingReceiver(ReceiverTransport):
             return None
         except PayloadError as error:
             return self._replace(version, error)
+
+    def _forget_others(self, head: Head) -> None:
+        """Forget manifests; a run that went back may have another version of the same number."""
+        self._manifests = {
+            v: m for v, m in self._manifests.items() if head.versions.get(v) == m.digest
+        }
 
     def _news(self, head: Head) -> bool:
         """Return whether there is a version that was not seen; see `_check_open`."""
@@ -193,8 +197,18 @@ class ReadingReceiver(ReceiverTransport):
 
     def _replace(self, version: int, error: Exception) -> ChainFetch | PartFetch | None:
         """Fetch the newest version that does without what could not be read, or raise the error."""
-        head = self._reader.head
-        chain = [] if head is None or self._pinned else self._newest(head)
+        chain: list[Manifest] = []
+        head = None
+        while not (chain or self._pinned):
+            before = head
+            # A newer one may have been published while the version was read.
+            with suppress(SyncError):
+                self._reader.look()
+            head = self._reader.head
+            if head is None or (before is not None and head.sequence <= before.sequence):
+                break
+            self._forget_others(head)
+            chain = self._newest(head)
         if not chain:
             raise PayloadError(str(error)) from error
         _log.warning("version %d is read instead of %d: %s", chain[-1].version, version, error)

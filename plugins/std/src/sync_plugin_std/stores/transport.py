@@ -129,24 +129,43 @@ class StoreReceiver(ReceiverTransport):
                 _log.warning("worker %d cannot say that it leaves: %r", self._worker_id, error)
 
     def _look(self) -> Payload | None:
-        wanted, sealed = self._wanted()
-        if wanted <= self._seen:
+        """Read the newest version; where that fails, one that has taken its place meanwhile."""
+        version, sealed = self._wanted()
+        if version <= self._seen:
             return None
+        failure = None
+        try:
+            payload = self._read(version, sealed)
+            if payload is not None:
+                return payload
+        except Exception as error:
+            failure = error
+        newer, sealed = self._wanted()
+        if newer > version:
+            if failure is not None:
+                _log.warning("version %d is read instead of %d: %s", newer, version, failure)
+            return self._read(newer, sealed)
+        if failure is not None:
+            raise failure
+        return None
+
+    def _read(self, version: int, sealed: tuple[int, str]) -> Payload | None:
+        """Return a version; None where it has been removed."""
         began = time.perf_counter()
         try:
             if sealed[0] > self._most_nbytes:
                 raise PayloadError(
-                    f"version {wanted} has {sealed[0]} bytes, and there is reason for "
+                    f"version {version} has {sealed[0]} bytes, and there is reason for "
                     f"{self._most_nbytes} at most"
                 )
-            block = self._versions.read_version(wanted, *sealed)
+            block = self._versions.read_version(version, *sealed)
             if block is None:
-                return None  # a newer one has just taken its place
-            self._seen = wanted
-            return Payload.unpack(block, wanted, since=began)
+                return None
+            self._seen = version
+            return Payload.unpack(block, version, since=began)
         except (PayloadError, NotAFileError) as error:
-            self._seen = wanted
-            self.acknowledge(Answer.refusal(wanted, error))
+            self._seen = version
+            self.acknowledge(Answer.refusal(version, error))
             raise PayloadError(str(error)) from error
 
     def _wanted(self) -> tuple[int, tuple[int, str]]:
