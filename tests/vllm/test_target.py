@@ -221,6 +221,8 @@ def test_one_that_hangs_is_given_up_at_the_deadline(engines: list[TorchEngine], 
         engines[1].go_on.set()
         assert target._engines[1].thread is not None
         target._engines[1].thread.join(20)
+        # One that did not come as far as to be paused was not paused.
+        assert (target.engines[1].pause_seconds > 0) == (where == "load")
         assert target.send().updated == (0, 1)
 
 
@@ -272,6 +274,8 @@ def test_no_engine_loads_what_one_cannot(
         assert report.quarantined == ((1,) if on_failure == "quarantine" else ())
         assert report.updated == ()
         none_loaded(target, engines, sender)
+        # To wait for what another stages is no pause.
+        assert (target.engines[0].pause_seconds > 0) == (where == "pause")
         for engine in engines:
             assert torch.equal(engine.model.weight, old)
 

@@ -45,7 +45,8 @@ class EngineStatus:
             ``"lost"``, a rank has lost its weights by ``sleep(level=2)``, or its sender by dying.
         version: the version that it generates with; 0 for the weights that it had when it was
             connected, None while it is bad or lost.
-        pause_seconds: how long it was paused for the last update; 0 for adapters.
+        pause_seconds: how long it was paused for the last update; 0 where it was not, and for
+            adapters.
         error: why the last update failed, or None.
         adapter: the name of the adapter that requests shall use, such as ``"policy-v7"``; None
             before the first, and without ``adapter``.

@@ -22,8 +22,8 @@ class WholeDriver(Driver):
     _paused = False
     #: Whether an update was started, and not finished for all that is known.
     _unfinished = False
-    #: When it was paused for the last update (`time.perf_counter`).
-    _pause_began = 0.0
+    #: When it was paused for this update (`time.perf_counter`); None where it was not.
+    _pause_began: float | None = None
 
     def _bring(
         self,
@@ -34,7 +34,6 @@ class WholeDriver(Driver):
     ) -> None:
         del described
         client, version = self._client, deliveries[0].version
-        self._pause_began = time.perf_counter()
         if self._unfinished:
             # It fails where the engine has not come as far as to start it.
             with suppress(Exception):
@@ -78,4 +77,5 @@ class WholeDriver(Driver):
             if self._paused and not self.torn:
                 self._client.resume(CONCLUDING)
                 self._paused = False
-            self.set(pause_seconds=time.perf_counter() - self._pause_began)
+            began, self._pause_began = self._pause_began, None
+            self.set(pause_seconds=0.0 if began is None else time.perf_counter() - began)
