@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -134,6 +135,40 @@ def test_a_worker_that_was_changed_gets_all_of_it(scheme: Any, others: list[Any]
         # Whole tensors are proved as well.
         push(sender, receiver)
         assert sender.workers[0].state == "current"
+        receiver.close()
+
+
+@pytest.mark.parametrize("others", [[], ["bf16"]], ids=["alone", "bf16"])
+@pytest.mark.parametrize("scheme", ["thread", "shm"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "by hand"])
+def test_the_error_names_the_buffers_that_a_forward_pass_moved(
+    scheme: str, others: list[Any], training: bool
+) -> None:
+    source = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.BatchNorm1d(8))
+    target = deepcopy(source).eval()
+    dtype = torch.bfloat16 if others else torch.float32
+    layers = [Select("0.*"), *others]
+    with Sender(scheme, source, num_workers=1, layers=layers, timeout=10) as sender:
+        receiver = Receiver(sender.address(0), target.to(dtype))
+        for _ in range(2):
+            push(sender, receiver)
+        if training:
+            target.train()(torch.randn(4, 8, dtype=dtype))
+        else:
+            target[6].running_mean.add_(1)
+        pending = sender.send_async()
+        moved = (
+            ["num_batches_tracked", "running_mean", "running_var"] if training else ["running_mean"]
+        )
+        names = ", ".join(f"'6.{name}'" for name in moved)
+        cause = (
+            r"; a forward pass in training mode .* call eval\(\)" if training else "; the next send"
+        )
+        with pytest.raises(ReadbackError, match=f"digest of {names}{cause}"):
+            receiver.receive(5)
+        with pytest.raises(SendError):
+            pending.wait()
+        push(sender, receiver)
         receiver.close()
 
 

@@ -7,7 +7,8 @@ lacks some, the digest of those travels as an extra, and each worker compares it
 
 Workers may hold in 16 bits what travels in 32. So the digest has parts of 16 bytes: of the tensors
 as they travel, and cast to each dtype that a worker may have. The last part is that of the settings
-of PEFT's modules where workers never get the rest: which adapters act, and with what scale.
+of PEFT's modules where workers never get the rest: which adapters act, and with what scale. Two
+bytes of each tensor's digest follow, for an error that names the tensors that differ.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from sync_plugin_std.fingerprints import samples
 
 _NAMES_SHOWN = 4
 _PART = 16
+_MARK = 2
 _DIGEST = "left-out.digest"
 #: The extra by which a layer tells that later updates may lack what this one has; it never travels.
 LATER = "left-out.later"
@@ -73,11 +75,12 @@ class LeftOut:
         self._travels = True
         self._cast = False
         # At the sender: the digests of each tensor; the names of those that were left out once; of
-        # those that have travelled since they were hashed; and the digest of what a layout lacks.
+        # those that have travelled since they were hashed; and the digest and the marks of what a
+        # layout lacks.
         self._digests: dict[str, list[bytes]] = {}
         self._rest: set[str] = set()
         self._stale: set[str] = set()
-        self._last: tuple[Layout, bytes] | None = None
+        self._last: tuple[Layout, bytes, bytes] | None = None
         # At the receiver: what was found to be equal last.
         self._checked: tuple[bytes, bytes, list[object]] | None = None
         self._find: Any = None
@@ -115,11 +118,14 @@ class LeftOut:
         if missing and not missing & self._stale:
             if self._last is None or self._last[0] is not update.layout:
                 rest = {n: d for n, d in self._digests.items() if n in missing}
-                parts = zip(*rest.values(), strict=True)
-                combined = [_combined(dict(zip(rest, part, strict=True))) for part in parts]
-                self._last = update.layout, b"".join(combined)
+                parts = [
+                    dict(zip(rest, part, strict=True)) for part in zip(*rest.values(), strict=True)
+                ]
+                # Without a cast, all are equal.
+                marks = map(_marks, parts if self._cast else parts[:1])
+                self._last = update.layout, b"".join(map(_combined, parts)), b"".join(marks)
             settings = _settings(context.model) if from_start else bytes(_PART)
-            digest = bytearray(self._last[1] + settings)
+            digest = bytearray(self._last[1] + settings + self._last[2])
             update.extras[_DIGEST] = torch.frombuffer(digest, dtype=torch.uint8)
         return update
 
@@ -162,9 +168,15 @@ class LeftOut:
         found = {
             n: _digest(_narrowed(held[n].to(d), narrow)) for n, d in dtypes.items() if n in held
         }
-        wanted = [digest[i : i + _PART] for i in range(0, len(digest), _PART)]
+        end = _PART * (2 + len(_DTYPES))
+        wanted = [digest[i : i + _PART] for i in range(0, end, _PART)]
         if _combined(found) != wanted[part]:
-            raise ReadbackError(context.worker_id, _describe(update, list(dtypes), context.version))
+            wrong = _differing(sorted(dtypes), found, digest[end:], part)
+            cause = _describe_training(model, [held[n] for n in wrong if n in held])
+            raise ReadbackError(
+                context.worker_id,
+                _describe(update, wrong or list(dtypes), context.version, cause),
+            )
         # A model that is read by names alone has no settings to compare.
         if bytes(_PART) not in (settings, wanted[-1]) and settings != wanted[-1]:
             raise ReadbackError(context.worker_id, _describe_settings(context.version))
@@ -216,7 +228,43 @@ def _narrowed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype)  # itself, where it is of that dtype
 
 
-def _describe(update: Update, names: list[str], version: int) -> str:
+def _marks(digests: Mapping[str, bytes]) -> bytes:
+    """The first bytes of each tensor's digest, in the order of the names."""
+    return b"".join(digests[n][:_MARK] for n in sorted(digests) if not is_extra_state(n))
+
+
+def _differing(names: list[str], found: Mapping[str, bytes], marks: bytes, part: int) -> list[str]:
+    """The tensors that a worker lacks, or holds otherwise than the sender, as their marks show."""
+    size = len(names) * _MARK
+    if len(marks) not in (size, size * (1 + len(_DTYPES))):
+        return []  # the sender has others
+    start = 0 if len(marks) == size else part * size
+    expected = (marks[i : i + _MARK] for i in range(start, start + size, _MARK))
+    return [
+        name
+        for name, mark in zip(names, expected, strict=True)
+        if name not in found or found[name][:_MARK] != mark
+    ]
+
+
+def _describe_training(model: Any, tensors: list[Tensor]) -> str:
+    """What to do where some of these are buffers of modules in training mode."""
+    buffers = {
+        place_of(buffer)
+        for _, owner in modules_in(model)
+        for module in owner.modules()
+        if module.training
+        for buffer in module.buffers(recurse=False)
+    }
+    if not any(place_of(tensor) in buffers for tensor in tensors):
+        return ""
+    return (
+        "; a forward pass in training mode changes buffers such as running statistics, so call "
+        "eval() on this worker's model"
+    )
+
+
+def _describe(update: Update, names: list[str], version: int, cause: str) -> str:
     listed = ", ".join(map(repr, names[:_NAMES_SHOWN]))
     if len(names) > _NAMES_SHOWN:
         listed += f" and {len(names) - _NAMES_SHOWN} more"
@@ -227,7 +275,7 @@ def _describe(update: Update, names: list[str], version: int) -> str:
     )
     return (
         f"version {version} leaves out tensors that this worker does not hold as the sender does, "
-        f"by the digest of {listed}; {remedy}"
+        f"by the digest of {listed}{cause}; {remedy}"
     )
 
 
