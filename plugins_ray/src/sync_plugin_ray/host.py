@@ -11,6 +11,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+# What the worker's object forks closes its connection to the raylet.
+import sync_plugin_ray.liveness  # noqa: F401
 from sync_plugin_ray.inbox import take_calls
 from sync_plugin_std.workers import describe_failure
 

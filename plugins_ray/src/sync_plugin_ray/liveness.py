@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -63,3 +66,38 @@ def on_end(token: list[Any], callback: Callable[[], None]) -> None:
             callback()
 
     token[0].future().add_done_callback(ended)
+
+
+def _close_inherited() -> None:
+    """Close the connection to the raylet in a process that was forked from one that uses Ray.
+
+    Ray notices the death of a process by the end of that connection. A forked process cannot use
+    Ray. The descriptor's number stays in use, since Ray may still write to it at the exit.
+    """
+    default = socket.getdefaulttimeout()
+    # Otherwise a socket object would make what this process shares with its parent non-blocking.
+    socket.setdefaulttimeout(None)
+    with suppress(OSError):
+        for entry in list(Path("/proc/self/fd").iterdir()):
+            if _is_raylet(int(entry.name)):
+                with Path(os.devnull).open("r+b", buffering=0) as null:
+                    os.dup2(null.fileno(), int(entry.name), inheritable=False)
+    socket.setdefaulttimeout(default)
+
+
+def _is_raylet(descriptor: int) -> bool:
+    """Return whether a descriptor is a connection to a raylet, by the path of its socket."""
+    try:
+        connection = socket.socket(fileno=descriptor)
+    except OSError:
+        return False  # another kind of file
+    try:
+        name = connection.getpeername() if connection.family == socket.AF_UNIX else None
+    except OSError:
+        return False  # not connected
+    finally:
+        connection.detach()
+    return isinstance(name, str) and Path(name).name.startswith("raylet")
+
+
+os.register_at_fork(after_in_child=_close_inherited)
