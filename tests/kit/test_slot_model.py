@@ -106,8 +106,9 @@ class Slots:
         publisher = self.publisher
         slots = tuple((s.index, s.version, frozenset(map(str, s.readers))) for s in publisher.slots)
         known = {index: (a, b) for index, a, b in memory.halves}
-        indices = {slot.publication: slot.index for slot in publisher.slots}
-        first, second = (indices.get(publisher.roster._workers[i].owed, 0) for i in IDS)
+        indices = {s.publication: s.index for s in publisher.slots if s.publication is not None}
+        owed = [publisher.roster._workers[i].owed for i in IDS]
+        first, second = (0 if each is None else indices[each] for each in owed)
         newest = publisher.roster._owed_to_new
         return replace(
             memory,

@@ -158,7 +158,7 @@ def framed(message: object) -> bytes:
 
 
 @linux
-@pytest.mark.parametrize("left", [0, 1])
+@pytest.mark.parametrize("left", [0, 2])
 def test_a_worker_for_which_no_descriptor_is_left(
     left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +175,7 @@ def test_a_worker_for_which_no_descriptor_is_left(
         monkeypatch.setattr(transport, "_accept", accept_and_count)
         address = sender.address(0)
         stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # One descriptor is enough for the connection, and not for what belongs to it.
+        # One is for the worker to watch this process, one for the connection, and none for more.
         with stranger, few_descriptors(left):
             stranger.connect(address.endpoint)
             with closing(Channel(stranger)) as channel:

@@ -62,6 +62,8 @@ class SchemeConformance(
         group: the name or the class of the worker group; None for the one that a `Collector`
             takes for this scheme.
         slack: how much longer than it should a call may take on a busy machine, in seconds.
+        sees_past_forks: whether the death of a process is noticed while a process that it forked
+            lives, which holds its connections open.
 
     Example:
         >>> class TestMyScheme(SchemeConformance):  # doctest: +SKIP

@@ -250,6 +250,8 @@ class FaultCases(SchemeCases):
     @pytest.mark.usefixtures("processes", "lasting")
     @pytest.mark.parametrize("child", [False, True], ids=["alone", "with_a_child"])
     def test_killed_between_sends_and_back_again(self, start: Start, child: bool) -> None:
+        if child and not self.sees_past_forks:
+            pytest.skip("the scheme does not claim to see past forked processes")
         policy = make_policy(1.0)
         workers = start(policy)
         workers.send()
@@ -334,6 +336,8 @@ class FaultCases(SchemeCases):
     @pytest.mark.usefixtures("asking", "processes")
     @pytest.mark.parametrize("child", [False, True], ids=["alone", "with_a_child"])
     def test_the_trainer_is_killed(self, pool: SharedGroup, child: bool) -> None:
+        if child and not self.sees_past_forks:
+            pytest.skip("the scheme does not claim to see past forked processes")
         pool.make_ready()
         flags = (False, True) if self.can("zero_copy") else (False,)
         addresses = pool.call(0, Worker.train, self.scheme, dict(self.options), flags)

@@ -233,6 +233,7 @@ class SchemeCases(Conformance):
     group: ClassVar[str | type[WorkerGroup] | None] = None
     called: ClassVar[bool] = False
     slack: ClassVar[float] = 20.0
+    sees_past_forks: ClassVar[bool] = True
 
     @pytest.fixture(autouse=True)
     def moves_weights(self) -> None:
