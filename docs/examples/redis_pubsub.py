@@ -22,6 +22,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -105,6 +106,14 @@ class Connection:
         for _ in channels:
             if subscription.get_message(timeout=10.0) is None:
                 raise redis.TimeoutError("Redis confirms no subscription")
+        known = weakref.ref(subscription.connection)
+
+        def close_copy() -> None:
+            # Else a child that outlives this process keeps the subscription, and hides its death.
+            if (connection := known()) is not None:
+                connection.disconnect()
+
+        os.register_at_fork(after_in_child=close_copy)
         return subscription
 
 

@@ -22,8 +22,6 @@ redis_pubsub = importlib.import_module("redis_pubsub")
 
 class TestRedisScheme(SchemeConformance):
     scheme = redis_pubsub.RedisScheme()
-    # The example has one idea, and leaves the connections of forked processes open.
-    sees_past_forks = False
 
     @pytest.fixture(autouse=True, scope="class")
     @classmethod

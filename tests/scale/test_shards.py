@@ -318,8 +318,6 @@ def test_addresses_that_do_not_join_are_named() -> None:
             assert message in str(caught.value)
         with pytest.raises(AddressError, match="the address of rank 0 of 2; join it"):
             Receiver(one, like({"w": whole["w"][:2]}))
-        with pytest.raises(TypeError, match=r"type Receiver\(address, Part\(model, regions\)\)"):
-            Receiver(one, like(whole), regions={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_the_error_names_the_buffers_that_a_forward_pass_moved(
         if training:
             target.train()(torch.randn(4, 8, dtype=dtype))
         else:
-            target[6].running_mean.add_(1)
+            target[6].get_buffer("running_mean").add_(1)
         pending = sender.send_async()
         moved = (
             ["num_batches_tracked", "running_mean", "running_var"] if training else ["running_mean"]
