@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from sync_core import OptionError
@@ -489,25 +489,25 @@ class Directory(Objects):
     def _locked(self) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = open(  # noqa: SIM115
-                self.path / ".lock",
-                "a",
-                opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666),
-            )
+            path = str(self.path / ".lock")
+            # A descriptor, as Ctrl-C within `open` would leave a file open.
+            lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise StoreError(
                 f"cannot write in {self.url}: {error}; make the directory writable, or give "
                 "another url"
             ) from error
-        with lock:
+        try:
             patience = Patience(self._timeout, threading.Event())
             while not _try_lock(lock):
                 if not patience.pause():
                     raise StoreError(
-                        f"another process has held {lock.name} for {self._timeout:g} s; end it, or "
+                        f"another process has held {path} for {self._timeout:g} s; end it, or "
                         "give another url"
                     )
             yield
+        finally:
+            os.close(lock)
 
 
 def _unlink(name: str, folder: int) -> None:
@@ -515,9 +515,9 @@ def _unlink(name: str, folder: int) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _try_lock(file: TextIO) -> bool:
+def _try_lock(descriptor: int) -> bool:
     with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
 

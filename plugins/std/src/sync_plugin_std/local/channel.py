@@ -304,8 +304,8 @@ class LocalListener:
             self._folder = tempfile.TemporaryDirectory()
             self.name = str(Path(self._folder.name) / "socket")
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        close_when_forked(self.socket)
         try:
+            close_when_forked(self.socket)
             self.socket.bind(self.name)
             self.socket.listen(128)
         except BaseException:
@@ -330,8 +330,8 @@ def connect_locally(name: str, timeout: float) -> socket.socket:
         OSError: there is none of that name in this network namespace, or it did not answer.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    close_when_forked(connection)
     try:
+        close_when_forked(connection)
         if sys.platform == "linux":
             # Unlike settimeout(), it waits where more than listen() allows wait already.
             limit = struct.pack("ll", *divmod(int(min(timeout, _LONGEST) * 1e6) + 1, 10**6))

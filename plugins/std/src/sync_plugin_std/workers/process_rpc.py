@@ -163,11 +163,11 @@ class Child:
             ends = []
             for _ in range(2):
                 mine, its = socket.socketpair()
+                opened.enter_context(mine)
+                theirs.enter_context(its)
                 # Before anything is started: a process forked from this one must not keep the
                 # worker alive after this one has died, nor hide from this one that it has died.
                 close_when_forked(mine, its)
-                opened.enter_context(mine)
-                theirs.enter_context(its)
                 ends.append((mine, its))
             (self._calls, calls), (self._lifeline, lifeline) = ends
             self._process = start_process(_MAIN, fds=[calls.fileno(), lifeline.fileno()])
