@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
 from typing import Any, Literal
@@ -132,88 +132,6 @@ def check_loading(model: Any, strategy: Strategy) -> None:
                         f"through {kind}, which strategy={strategy!r} does not call; type "
                         "Sender(…, strategy='state_dict'), which does, or Receiver(…, load=…)"
                     )
-
-
-# What every module has; and the parameters that an RNN lists a second time.
-_OF_ANY_MODULE = frozenset({*vars(nn.Module()), "_flat_weights"})
-
-
-def check_registered(model: Any, strategy: Strategy) -> None:
-    """Raise `ModelError` where a module has a trained tensor that would not be sent.
-
-    Those are leaves that require a gradient: tensors in attributes and their lists, tuples, sets
-    and dicts; parameters of modules in such containers, unless these contain the module; and
-    parameters that an own `named_parameters` leaves out.
-
-    Args:
-        model: what a sender reads.
-        strategy: how it reads modules.
-    """
-    if isinstance(model, _Gathered):
-        model, strategy = model.model, "state_dict"
-    for root, outer in modules_in(model):
-        if strategy == "state_dict":
-            sent = [t for t in outer.state_dict(keep_vars=True).values() if isinstance(t, Tensor)]
-        else:
-            sent = list(plain_tensors(outer).values())
-        # Of a detached tensor, the memory is the same.
-        known, memory = set(map(id, sent)), set(map(_memory, sent))
-        for name, module in outer.named_modules():
-            held = {k: v for k, v in vars(module).items() if k not in _OF_ANY_MODULE}
-            own = {k: v for k, v in held.items() if not isinstance(v, nn.Module)}
-            parameters = dict(module._parameters.items())
-            for key, value in (*own.items(), *parameters.items()):
-                start = f"{root}{name}.{key}" if name else f"{root}{key}"
-                for path, tensor in _within(start, value, {id(outer)}):
-                    if id(tensor) in known or not (tensor.is_leaf and tensor.requires_grad):
-                        continue
-                    if _memory(tensor) not in memory:
-                        raise _not_sent(path, module, is_parameter=key in parameters)
-
-
-def _within(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an attribute's value, each with the expression that leads to it.
-
-    Args:
-        path: the expression for the value.
-        value: the value.
-        seen: the ids of the module that is sent, and of the containers around the value.
-    """
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, nn.Module):
-        # A module around the one that is sent, such as its parent, has tensors of its own.
-        if seen.isdisjoint(map(id, value.modules())):
-            for name, parameter in value.named_parameters():
-                yield f"{path}.{name}", parameter
-    elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _within(f"{path}[{key!r}]", part, seen | {id(value)})
-
-
-def _memory(tensor: Tensor) -> int:
-    with suppress(Exception):  # of a tensor without memory of its own
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    return id(tensor)
-
-
-def _not_sent(path: str, module: nn.Module, *, is_parameter: bool) -> ModelError:
-    kind = type(module).__name__
-    if is_parameter:
-        wrong = f"is a parameter that named_parameters of the model leaves out (of a {kind})"
-        mend = "let it return all of them, type Sender(…, strategy='state_dict')"
-    else:
-        wrong = f"requires a gradient, and is not registered by its module (a {kind})"
-        mend = (
-            "register it: nn.Parameter(…) for a tensor, nn.ParameterList or nn.ParameterDict for "
-            "several, nn.ModuleList or nn.ModuleDict for modules; type requires_grad_(False) "
-            "and register_buffer(…) for what is not trained and sent, requires_grad_(False) "
-            "alone for what is not sent"
-        )
-    return ModelError(
-        f"{path!r} {wrong}, so it would not be sent; {mend}, or give Sender a state_dict or a "
-        "TensorDict of what is to be sent"
-    )
 
 
 def _function(method: Any) -> Any:

@@ -33,13 +33,7 @@ from sync_core.layers import (
     with_followers,
 )
 from sync_core.models.binding import Binding
-from sync_core.models.extract import (
-    ComputedWeights,
-    Strategy,
-    check_registered,
-    check_strategy,
-    named_tensors,
-)
+from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, named_tensors
 from sync_core.models.finder import KnownLayout, check_memory, travelling
 from sync_core.models.lookup import look_up, names_of, refers, same
 from sync_core.models.match import conform
@@ -89,8 +83,6 @@ class Source:
         self._own: Binding | None = None
         self._given: Binding | None = None
         self._known: KnownLayout | None = None
-        # The object whose modules were found to register what they train.
-        self._checked: Any = None
 
     def read(self, weights: Any, agreed: Layout | None) -> Update:
         """The weights given, or else the model's, as an update that aliases them.
@@ -113,10 +105,6 @@ class Source:
             update = own.read()
         else:
             update = self._read(self.model if weights is None else weights)
-        if not (self.by_hand or self._partial or same(self.found, self._checked)):
-            computed = isinstance(self.model, ComputedWeights)
-            check_registered(self.model if computed else self.found, self._strategy)
-            self._checked = self.found
         if agreed is None:
             if not update.layout.specs:
                 raise ModelError("the weights hold no tensors, so there is nothing to send")
