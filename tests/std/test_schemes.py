@@ -246,6 +246,16 @@ class SharedMemoryCases(KeepsVersions):
             assert sender.send().updated == (0,)
             assert waiting.result(10) == 1
 
+    def test_a_worker_that_leaves_just_before_the_sender_closes_is_known_to_have_left(self) -> None:
+        for _ in range(20):
+            # The receiver is closed first.
+            with (
+                self.sender(make_policy(), 1) as sender,
+                Receiver(sender.address(0), make_policy()),
+            ):
+                pass
+            assert "closed its receiver" in str(sender.workers[0].error)
+
     def test_no_header_is_read_of_a_layout_that_is_known(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

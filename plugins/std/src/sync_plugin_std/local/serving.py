@@ -187,6 +187,9 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Let the workers know, and end the thread."""
         with self._publisher.lock, uninterrupted():
             if not self._publisher.closed:
+                # Workers that have left before are known to have, however late the thread is.
+                for peer in tuple(self._connections):
+                    self.guard(peer, self._listen_to, peer)
                 self._publisher.close()
                 self._wake_up.send(b"\0")
         if threading.current_thread() is not self._thread:
