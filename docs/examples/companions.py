@@ -37,6 +37,7 @@ from sync_core import (
     WorkerLostError,
     WorkerState,
 )
+from sync_core.errors import AddressError
 
 
 class StatusFile:
@@ -144,7 +145,11 @@ def serve(address: Address, versions: int) -> threading.Thread:
     """Start a worker that commits some versions, and ends."""
 
     def work() -> None:
-        with Receiver(address, nn.Linear(4, 2)) as receiver, suppress(SenderLostError):
+        # The sender may have ended before this worker has started.
+        with (
+            suppress(AddressError, SenderLostError),
+            Receiver(address, nn.Linear(4, 2)) as receiver,
+        ):
             for _ in range(versions):
                 receiver.receive()
 
