@@ -164,14 +164,13 @@ def test_an_error_of_a_call_fails_its_send_and_no_other(
 def test_an_error_of_the_transport_ends_no_thread(
     agents: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, errors = Calls._settle, [OSError("no descriptor")]
+    errors = [OSError("no descriptor")]
 
-    def settle_or_raise(transport: Calls, *arguments: Any) -> None:
+    def raise_once(*_: object) -> None:
         if errors:
             raise errors.pop()
-        settle(transport, *arguments)
 
-    monkeypatch.setattr(Calls, "_settle", settle_or_raise)
+    monkeypatch.setattr(Calls, "joined", raise_once)
     with to(agents[:1]) as sender:
         with pytest.raises(SendError, match="result of its call is lost: OSError"):
             sender.send()

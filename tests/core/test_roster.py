@@ -1,8 +1,8 @@
 """Random orders of what a transport and its workers tell a roster, held against the promises.
 
 The promises are those of `docs/explanation/protocol.md` that a roster decides: honest answers, an
-end, up to date. The model beside the roster remembers every event, and derives from them what the
-roster must answer; it has no table of its own that an event changes.
+end, up to date. The model beside the roster remembers every event, and derives the roster's answers
+from all events; no event changes a table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from sync_core import Answer, Delivery
+from sync_core import Answer, Delivery, WorkerError, WorkerLostError
 from sync_core.transports import Notice, Publication, Roster
 
 IDS = (0, 1, 2)
@@ -38,6 +38,10 @@ class Place:
     added_after: int
     readers: list[object] = field(default_factory=list)
     lost: str | None = None
+
+    def heeds(self, reader: object) -> bool:
+        """Return whether what the reader says counts; None stands for whichever is the last."""
+        return reader is None or reader in self.readers[-1:]
 
 
 class World:
@@ -73,6 +77,7 @@ class World:
         worker_id = self.random.choice(IDS)
         place = self.places.get(worker_id)
         steps = [self.publish, self.answer, self.answer, self.connect, self.lose, self.again]
+        steps += [self.fail] if self.random.random() < 0.3 else []
         steps += [self.remark] if self.random.random() < 0.3 else []
         steps += [self.withdraw] if self.random.random() < 0.2 else []
         steps += [self.close] if self.random.random() < 0.05 else []
@@ -113,18 +118,17 @@ class World:
 
     def answer(self, worker_id: int, place: Place | None) -> None:
         version = self.random.randrange(1, len(self.sent) + 2)
-        every = [reader for each in self.places.values() for reader in each.readers]
-        reader = self.random.choice([*every, object()])
-        if place is not None and place.readers and self.random.random() < 0.7:
-            reader = place.readers[-1]
+        reader = self.reader(place)
         error = "no memory" if self.random.random() < 0.3 else None
         said = Answer(version=version, error=error)
         if self.random.random() < 0.05:
-            self.malformed(worker_id, place, reader)
+            self.roster.answered(worker_id, reader, {"version": "newest"})
+            reason = "does not answer as agreed: an answer cannot have version='newest'"
+            self.gone(worker_id, place, reader, reason)
             return
         self.ends.clear()
         self.roster.answered(worker_id, reader, said)
-        counts = place is not None and bool(place.readers) and place.readers[-1] is reader
+        counts = place is not None and place.heeds(reader)
         awaited = self.last_delivery(place) if place is not None else None
         if counts and awaited is not None and awaited.version == version:
             assert [ended for ended, _ in self.ends] == [awaited]
@@ -143,25 +147,34 @@ class World:
             place.lost = None
             self.expected.append((worker_id, Notice("connected")))
 
-    def malformed(self, worker_id: int, place: Place | None, reader: object) -> None:
-        self.roster.answered(worker_id, reader, {"version": "newest"})
-        current = place is not None and place.readers and place.readers[-1] is reader
-        if place is not None and current and place.lost is None:
-            place.lost = "does not answer as agreed: an answer cannot have version='newest'"
-            self.expected.append((worker_id, Notice("lost", reason=place.lost)))
+    def reader(self, place: Place | None) -> object:
+        """Return the last reader of a worker, or one that it had, or of any, or None."""
+        if place is not None and place.readers and self.random.random() < 0.7:
+            return place.readers[-1]
+        every = [reader for each in self.places.values() for reader in each.readers]
+        return self.random.choice([*every, object(), None])
+
+    def lose(self, worker_id: int, place: Place | None) -> None:
+        self.roster.lost(worker_id, reader := self.reader(place), "it has ended")
+        self.gone(worker_id, place, reader, "it has ended")
+
+    def gone(self, worker_id: int, place: Place | None, reader: object, reason: str) -> None:
+        if place is not None and place.heeds(reader) and place.lost is None:
+            place.lost = reason
+            self.expected.append((worker_id, Notice("lost", reason=reason)))
             awaited = self.last_delivery(place)
             assert awaited is None or awaited.ended
 
-    def lose(self, worker_id: int, place: Place | None) -> None:
-        readers = [object()] if place is None or not place.readers else place.readers
-        reader = self.random.choice(readers[-2:])
-        self.roster.lost(worker_id, reader, "it has ended")
-        current = place is not None and place.readers and place.readers[-1] is reader
-        if place is not None and current and place.lost is None:
-            place.lost = "it has ended"
-            self.expected.append((worker_id, Notice("lost", reason="it has ended")))
-            awaited = self.last_delivery(place)
-            assert awaited is None or awaited.ended
+    def fail(self, worker_id: int, place: Place | None) -> None:
+        awaited = None if place is None else self.last_delivery(place)
+        version = awaited.version if awaited and self.random.random() < 0.7 else 0
+        error = self.random.choice([WorkerError, WorkerLostError])(worker_id, "it is gone")
+        self.ends.clear()
+        self.roster.failed(worker_id, reader := self.reader(place), version, error)
+        counts = place is not None and place.heeds(reader)
+        assert self.ends == ([(awaited, error)] if counts and version else [])
+        if counts and not version and isinstance(error, WorkerLostError):
+            self.expected.append((worker_id, Notice("lost", reason="it is gone")))
 
     def again(self, worker_id: int, place: Place | None) -> None:
         self.roster.expect([worker_id])
@@ -181,7 +194,8 @@ class World:
 
     def add(self, worker_id: int, place: Place | None) -> None:
         added = self.places[worker_id] = Place(worker_id, len(self.sent))
-        assert self.roster.add(worker_id) is self.owed(added)
+        added.readers += [object()] if self.random.random() < 0.3 else []
+        assert self.roster.add(worker_id, *added.readers) is self.owed(added)
 
     def remove(self, worker_id: int, place: Place | None) -> None:
         assert self.roster.remove(worker_id)
@@ -211,6 +225,7 @@ class World:
                 assert self.roster.wanted(worker_id, after=seen) is wanted
                 assert self.roster.wanted(worker_id, after=wanted.version) is None
         newest = None if self.closed else self.newest_for_all(len(self.sent))
+        assert self.roster.owed_to_new is newest
         kept = {each for each in (*owed.values(), newest) if each is not None}
         assert self.roster.owed() == kept
         besides = [i for i in self.places if self.random.random() < 0.5]

@@ -12,9 +12,7 @@ from tests.core.test_roster import run
 
 from sync_core.transports import Roster
 
-_REPLACED = "if worker is None or worker.reader != reader:\n                return\n"
-_ANY = "if worker is None:\n                return\n"
-#: What is written in place of a line, or of a part of one.
+#: For each mistake, a part of a line and its replacement.
 MISTAKES = {
     "to all, where some have been addressed": ("deliveries.keys() >= self._workers.keys()", "True"),
     "never to all": ("deliveries.keys() >= self._workers.keys()", "False"),
@@ -65,17 +63,17 @@ MISTAKES = {
         "worker.reader, worker.lost = reader, None",
         "worker.reader = reader",
     ),
-    "a receiver that was replaced goes on": (
+    "a receiver that was replaced is still served": (
         'if worker.reader != reader:\n                return "another',
         'if False:\n                return "another',
     ),
-    "a receiver of a removed worker goes on": (
+    "a receiver of a removed worker is still served": (
         "if worker is None or worker.reader is None:",
         "if worker is None:",
     ),
     "an answer of any receiver counts": (
-        f"{_REPLACED}            if worker.delivery",
-        f"{_ANY}            if worker.delivery",
+        "worker is not None and reader in (None, worker.reader)",
+        "True",
     ),
     "an answer about any version counts": ("worker.delivery.version == answer.version", "True"),
     "an answer about a newer version counts": (
@@ -84,29 +82,46 @@ MISTAKES = {
     ),
     "a late commit is not reported": ("elif answer.error is None:", "elif False:"),
     "a failure is reported as a commit": ("elif answer.error is None:", "else:"),
-    "the loss of any receiver counts": (
-        "worker.reader != reader or worker.lost is not None",
-        "worker.lost is not None",
+    "the result of a call does not count": (
+        "reader in (None, worker.reader)",
+        "reader == worker.reader",
+    ),
+    "a delivery that has failed is waited for": ("worker.delivery.fail(error)", "pass"),
+    "a failure ends the delivery of another version": (
+        "worker.delivery.version == version:",
+        "True:",
+    ),
+    "a loss without a version is not reported": (
+        'self._notify(worker_id, Notice("lost", reason=error.message))',
+        "pass",
+    ),
+    "any failure without a delivery is reported as a loss": (
+        "elif isinstance(error, WorkerLostError):",
+        "else:",
+    ),
+    "a receiver that does not connect is forgotten": (
+        "_owed_to_new, reader=reader",
+        "_owed_to_new",
     ),
     "a loss is reported twice": (" or worker.lost is not None:", ":"),
     "a loss is not remembered": ("worker.lost = reason", "pass"),
     "a loss is not reported": ('self._notify(worker_id, Notice("lost", reason=reason))', "pass"),
-    "what a lost worker has not answered goes on": (
+    "an unanswered delivery outlives the loss of its worker": (
         "worker.delivery.fail(WorkerLostError(worker_id, reason))",
         "pass",
     ),
     "a worker that may be back counts as lost": ("self._workers[worker_id].lost = None", "pass"),
     "a remark is forgotten": ("worker.delivery.remark = remark", "pass"),
-    "a new worker is owed nothing": ("_Worker(self._owed_to_new)", "_Worker()"),
+    "a new worker is owed nothing": ("_Worker(self._owed_to_new, reader", "_Worker(reader"),
     "a removed worker stays": (
         "self._workers.pop(worker_id, None)",
         "self._workers.get(worker_id)",
     ),
-    "what a removed worker has not answered goes on": (
+    "an unanswered delivery outlives the removal of its worker": (
         "worker.delivery.fail(WorkerError(worker_id, _REMOVED))",
         "pass",
     ),
-    "what was not answered at the end goes on": (
+    "an unanswered delivery outlives the sender": (
         "worker.delivery.fail(WorkerError(worker_id, _CLOSED))",
         "pass",
     ),

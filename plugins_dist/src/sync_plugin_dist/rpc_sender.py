@@ -134,14 +134,11 @@ class RpcSender(CallingTransport):
     def __init__(self, context: TransportContext, options: DistOptions) -> None:
         handles = [_find(worker) for worker in context.workers]
         self._wires = DistSender(context, options)
-        super().__init__(context, handles)
+        super().__init__(context, handles, self._wires.publisher.roster)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Call the workers that are not busy, and pack meanwhile."""
-        deliveries = self._wires.send(payload, worker_ids, self._announced)
-        with self.lock:
-            self.keep((payload.version, None), worker_ids)
-        return deliveries
+        return self._wires.send(payload, worker_ids, lambda: self.call_idle(worker_ids))
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
         """Read the answers of workers on this machine in this thread."""
@@ -149,9 +146,7 @@ class RpcSender(CallingTransport):
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, and give it the newest version that went to all."""
-        handle = _find(worker)
-        self._wires.add_worker(worker_id)
-        super().add_worker(worker_id, handle)
+        super().add_worker(worker_id, _find(worker))
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, which keeps the weights that it has."""
@@ -202,10 +197,6 @@ class RpcSender(CallingTransport):
     def closed(self) -> None:
         """Close the connections."""
         self._wires.close()
-
-    def _announced(self, deliveries: dict[int, Delivery]) -> None:
-        with self.lock:
-            self.offer(None, deliveries)
 
 
 def _find(worker: Any) -> tuple[WorkerInfo, Any]:

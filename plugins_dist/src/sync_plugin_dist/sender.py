@@ -94,7 +94,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         self,
         payload: Payload,
         worker_ids: Sequence[int],
-        announced: Callable[[dict[int, Delivery]], None] | None = None,
+        announced: Callable[[], None] | None = None,
     ) -> dict[int, Delivery]:
         """Let the workers ask, and pack meanwhile; ``announced`` is called before that.
 
@@ -111,7 +111,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
                 deliveries = self._publisher.announce(slot, payload, worker_ids)
                 self.offer_to(worker_ids)
             if announced is not None:
-                announced(deliveries)
+                announced()
             self._pack_and_send(payload, slot)
         except BaseException:
             self._publisher.retract(slot)

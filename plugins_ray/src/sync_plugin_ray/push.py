@@ -23,7 +23,7 @@ from sync_plugin_ray import liveness
 from sync_plugin_ray.actor_side import deliver
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
-from sync_plugin_ray.store import LOST, ObjectStore, Publication
+from sync_plugin_ray.store import LOST, ObjectStore
 
 _NOT_STARTED = (
     "its actor has answered no call of this sender yet: Ray has no place for it, or its "
@@ -59,8 +59,6 @@ class PushSender(CallingTransport):
         self._liveness = liveness.start(liveness.LivenessActor)
         # The token of each worker's process.
         self._tokens: dict[int, Any] = {}
-        # The objects of the send in progress.
-        self._published: Publication | None = None
         super().__init__(context, actors)
 
     def address(self, worker_id: int) -> Any:
@@ -70,30 +68,25 @@ class PushSender(CallingTransport):
             context = replace(self.context, worker_ids=tuple(self.workers))
             self._mailbox = PullSender(context, self._cluster, self._store, owns_cluster=False)
             with self.lock:
-                if (newest := self.newest_for_all) is not None:
-                    self._mailbox.publish(newest[1], list(self.workers))
-                for worker in self.workers.values():
-                    if worker.wanted not in (None, newest):
-                        self._mailbox.publish(worker.wanted[1], [worker.worker_id])
+                if (newest := self.roster.owed_to_new) is not None:
+                    self._mailbox.publish(newest.content, list(self.workers))
+                for each in self.workers:
+                    if (wanted := self.roster.wanted(each)) not in (None, newest):
+                        self._mailbox.publish(wanted.content, [each])
         return self._mailbox.address(worker_id)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the payload once, and call every actor that is not busy."""
         self._cluster.check()
-        deliveries = super().send(payload, worker_ids)
+        published = self._store.put(payload)
+        deliveries = self.offer(payload, published, worker_ids)
         for worker_id, delivery in deliveries.items():
             worker = self.workers.get(worker_id)
             if worker is not None and not worker.introduced:
                 delivery.remark = _NOT_STARTED
-        published, self._published = self._published, None
-        if self._mailbox is not None and published is not None:
+        if self._mailbox is not None:
             self._mailbox.publish(published, worker_ids)
         return deliveries
-
-    def publish(self, payload: Payload) -> Publication:
-        """Put the payload into the store."""
-        self._published = published = self._store.put(payload)
-        return published
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more actor, and give it the newest version that went to all."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from sync_core._util import uninterrupted
 from sync_core.errors import AddressError, OptionError, WorkerError, WorkerLostError
-from sync_core.transports.transport import Delivery, Notice, ReceiverTransport, SenderTransport
+from sync_core.transports.roster import Publication, Roster
+from sync_core.transports.transport import Delivery, ReceiverTransport, SenderTransport
 
 if TYPE_CHECKING:
     from sync_core.address import Address
@@ -64,11 +65,6 @@ class DeliveryOutcome:
     known: bool = True
     joined: Any = None
 
-    @property
-    def committed(self) -> bool:
-        """Return whether the answer says that the worker has the version."""
-        return self.answer is not None and self.answer.get("error") is None
-
 
 class HandedTransport(ReceiverTransport):
     """A receiver's transport that is handed its payloads in its own process.
@@ -102,10 +98,6 @@ class HandedTransport(ReceiverTransport):
         """Keep what was handed in: a receiver that is given another model connects once more."""
 
 
-# A version's number, and what calls are given of it.
-_Version = tuple[int, Any]
-
-
 @dataclass(eq=False)
 class CalledWorker:
     """A worker, and the call to it.
@@ -113,9 +105,8 @@ class CalledWorker:
     Args:
         worker_id: its id.
         handle: what it is called by.
-        wanted: the newest version meant for it: its number and its content; None for none.
-        delivery: the delivery of that version.
-        busy: whether a call is in progress.
+        called: the version of its last call; None where that call must be repeated.
+        busy: whether that call is in progress.
         given: for the transport: what the call in progress was given.
         introduced: whether the worker has a receiver for this sender.
         addressed: whether the call in progress brought an address to make one from.
@@ -123,8 +114,7 @@ class CalledWorker:
 
     worker_id: int
     handle: Any
-    wanted: _Version | None = None
-    delivery: Delivery | None = None
+    called: Publication | None = None
     busy: bool = False
     given: Any = None
     introduced: bool = False
@@ -149,12 +139,15 @@ class CallingTransport(SenderTransport):
     Args:
         context: the argument of `create_transport`.
         handles: what workers are called by, in the order of ``context.worker_ids``.
+        roster: decides what workers are owed; None for one of this transport's own.
 
     Raises:
         OptionError: there are fewer or more handles than workers.
     """
 
-    def __init__(self, context: TransportContext, handles: Sequence[Any]) -> None:
+    def __init__(
+        self, context: TransportContext, handles: Sequence[Any], roster: Roster | None = None
+    ) -> None:
         if len(handles) != len(context.worker_ids):
             raise OptionError(
                 f"scheme {context.scheme!r} calls its workers and needs a handle of each, got "
@@ -166,7 +159,7 @@ class CallingTransport(SenderTransport):
             worker_id: CalledWorker(worker_id, handle)
             for worker_id, handle in zip(context.worker_ids, handles, strict=True)
         }
-        self.newest_for_all: _Version | None = None
+        self.roster = roster or Roster(context.worker_ids, context.notify)
         self._events: SimpleQueue[_Event] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="sync-calls", daemon=True)
         self._thread.start()
@@ -217,7 +210,7 @@ class CallingTransport(SenderTransport):
             given: what `CalledReceiver.joined` returned there.
         """
         del given
-        self.context.notify(worker.worker_id, Notice("connected"))
+        self.roster.connected(worker.worker_id, worker)
 
     def lose(self, worker_id: int, reason: str) -> None:
         """Note that a worker's process has ended, and call the one that replaces it.
@@ -230,7 +223,9 @@ class CallingTransport(SenderTransport):
         """
         worker = self.workers.get(worker_id)
         if worker is not None:
-            self._events.put((worker, partial(self._call_again, reason)))
+            # The result of a call in progress shows whether the worker lives.
+            lost = WorkerLostError(worker_id, reason)
+            self._events.put((worker, partial(self._settle, outcome=lost)))
 
     def closed(self) -> None:
         """Release what the transport has; called once, when all workers are dismissed."""
@@ -244,28 +239,25 @@ class CallingTransport(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Publish the version once, and call every worker that is not busy."""
-        content = self.publish(payload)
-        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
-        with self.lock:
-            self.offer(content, deliveries)
-            self.keep((payload.version, content), worker_ids)
+        return self.offer(payload, self.publish(payload), worker_ids)
+
+    def offer(
+        self, payload: Payload, content: Any, worker_ids: Sequence[int]
+    ) -> dict[int, Delivery]:
+        """Call workers with a version that was published, now or when they are not busy."""
+        # A call shows whether a worker that was lost is there again.
+        self.roster.expect(worker_ids)
+        publication = Publication(payload.version, payload.nbytes, content)
+        deliveries = self.roster.publish(publication, worker_ids)
+        self.call_idle(worker_ids)
         return deliveries
 
-    def offer(self, content: Any, deliveries: Mapping[int, Delivery]) -> None:
-        """With the lock: give workers a version, now or when their call in progress has ended."""
-        for worker_id, delivery in deliveries.items():
-            worker = self.workers.get(worker_id)
-            if worker is None:
-                delivery.fail(WorkerError(worker_id, "was removed from the sender"))
-                continue
-            worker.wanted, worker.delivery = (delivery.version, content), delivery
-            if not worker.busy:
-                self._call(worker)
-
-    def keep(self, version: _Version, worker_ids: Sequence[int]) -> None:
-        """With the lock: keep a version that went to all, for workers that join later."""
-        if {*worker_ids} >= self.workers.keys():
-            self.newest_for_all = version
+    def call_idle(self, worker_ids: Sequence[int]) -> None:
+        """Call those of some workers that are not busy, with what each is owed."""
+        with self.lock:
+            for worker_id in worker_ids:
+                if (worker := self.workers.get(worker_id)) is not None:
+                    self._call(worker)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, and give it the newest version that went to all.
@@ -275,17 +267,17 @@ class CallingTransport(SenderTransport):
             worker: its handle.
         """
         with self.lock:
-            added = CalledWorker(worker_id, worker, self.newest_for_all)
-            self.workers[worker_id] = added
-            if added.wanted is not None:
-                self._call(added)
+            self.workers[worker_id] = added = CalledWorker(worker_id, worker)
+            self.roster.add(worker_id)
+            self._call(added)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, which keeps the weights that it has."""
         with self.lock:
             worker = self.workers.pop(worker_id, None)
+            self.roster.remove(worker_id)
             if worker is not None:
-                self._dismiss(worker, "was removed from the sender")
+                self._release(worker)
 
     def close(self) -> None:
         """Let the workers keep what they have, in their own memory."""
@@ -309,70 +301,86 @@ class CallingTransport(SenderTransport):
         with self.lock:
             workers = list(self.workers.values())
             self.workers.clear()
-            self.newest_for_all = None
+            self.roster.close()
             # Events that have come since then would keep a version alive.
             self._events = SimpleQueue()
             for worker in workers:
-                self._dismiss(worker, "the sender was closed")
+                self._release(worker)
         self.closed()
 
-    def _call_again(self, reason: str, worker: CalledWorker) -> None:
-        with self.lock:
-            if self.workers.get(worker.worker_id) is not worker:
-                return
-            worker.introduced = False
-            self.context.notify(worker.worker_id, Notice("lost", reason=reason))
-            # The result of a call in progress shows whether the worker lives.
-            if worker.wanted is not None and not worker.busy:
-                self._call(worker)
-
     def _take_result(
-        self, version: _Version, future: Future[DeliveryOutcome], worker: CalledWorker
+        self, publication: Publication, future: Future[DeliveryOutcome], worker: CalledWorker
     ) -> None:
-        outcome = self._outcome(worker, version[1], future)
+        # The lock is not held, as `explain` may take long.
+        self._settle(worker, self._outcome(worker, publication.content, future), publication)
+
+    def _settle(
+        self,
+        worker: CalledWorker,
+        outcome: DeliveryOutcome | WorkerError,
+        publication: Publication | None = None,
+    ) -> None:
+        """Act on the outcome of a call; without a publication, on the end of the process."""
+        worker_id, version = worker.worker_id, 0 if publication is None else publication.version
         with self.lock:
-            worker.busy = False
-            if self.workers.get(worker.worker_id) is not worker:
+            if self.workers.get(worker_id) is not worker:
                 return
+            worker.introduced = isinstance(outcome, DeliveryOutcome) and outcome.known
+            if publication is None or not (worker.introduced or isinstance(outcome, WorkerError)):
+                worker.called = None
+            if publication is not None:
+                worker.busy = False
             try:
-                self._settle(worker, version[0], outcome)
+                if isinstance(outcome, WorkerError):
+                    self.roster.failed(worker_id, None, version, outcome)
+                    return
+                if outcome.joined is not None:
+                    self.joined(worker, outcome.joined)
+                if outcome.answer is not None:
+                    self.roster.answered(worker_id, None, outcome.answer)
             except Exception as error:
-                if worker.delivery is not None and worker.delivery.version == version[0]:
-                    message = f"the result of its call is lost: {error!r}"
-                    worker.delivery.fail(WorkerError(worker.worker_id, message))
+                failure = WorkerError(worker_id, f"the result of its call is lost: {error!r}")
+                self.roster.failed(worker_id, None, version, failure)
                 raise
             finally:
-                again = isinstance(outcome, DeliveryOutcome) and not outcome.known
-                if again or worker.wanted is not version:
-                    self._call(worker)
+                self._call(worker)
 
     def _call(self, worker: CalledWorker) -> None:
-        version = worker.wanted
-        assert version is not None
+        """Call a worker that is not busy, if it is owed a version that it was not called about."""
+        publication = self.roster.wanted(worker.worker_id)
+        if publication in (None, worker.called) or worker.busy:
+            return
         # Ctrl-C in between would leave the worker busy for ever.
         with uninterrupted():
-            worker.busy = True
+            worker.busy, worker.called = True, publication
             try:
-                request = self._request(worker, version[0])
+                request = self._request(worker, publication.version)
                 worker.addressed = request.address is not None
-                future = self.call(worker, request, version[1])
+                future = self.call(worker, request, publication.content)
             except Exception as error:
                 future = Future()
                 future.set_exception(error)
-            future.add_done_callback(partial(self._returned, worker, version))
+            future.add_done_callback(partial(self._returned, worker, publication))
 
     def _returned(
-        self, worker: CalledWorker, version: _Version, future: Future[DeliveryOutcome]
+        self, worker: CalledWorker, publication: Publication, future: Future[DeliveryOutcome]
     ) -> None:
         # No receiver of a removed worker reads the event, which would hold the version.
         if self.workers.get(worker.worker_id) is worker:
-            self._events.put((worker, partial(self._take_result, version, future)))
+            self._events.put((worker, partial(self._take_result, publication, future)))
 
     def _outcome(
         self, worker: CalledWorker, content: Any, future: Future[DeliveryOutcome]
     ) -> DeliveryOutcome | WorkerError:
         try:
-            return self._agreed(worker, future.result())
+            outcome = future.result()
+            if not isinstance(outcome, DeliveryOutcome):
+                wrong = f"its call returned an object of type {type(outcome).__name__!r}"
+            elif not outcome.known and worker.addressed:
+                wrong = "it was given an address, and has no receiver"
+            else:
+                return outcome
+            return WorkerLostError(worker.worker_id, f"does not answer as agreed: {wrong}")
         except Exception as error:
             failure = error
         try:
@@ -381,40 +389,7 @@ class CallingTransport(SenderTransport):
             message = f"could not run the delivery: {failure}; then explain raised {error!r}"
             return WorkerError(worker.worker_id, message)
 
-    def _agreed(self, worker: CalledWorker, outcome: object) -> DeliveryOutcome | WorkerError:
-        """Return what a call returned, or that this breaks the protocol: the worker is lost."""
-        if not isinstance(outcome, DeliveryOutcome):
-            wrong = f"its call returned an object of type {type(outcome).__name__!r}"
-        elif outcome.known is False and worker.addressed:
-            wrong = "it was given an address, and has no receiver"
-        elif not isinstance(outcome.answer, Mapping | None):
-            wrong = f"an answer cannot be of type {type(outcome.answer).__name__!r}"
-        else:
-            return outcome
-        return WorkerLostError(worker.worker_id, f"does not answer as agreed: {wrong}")
-
-    def _settle(
-        self, worker: CalledWorker, version: int, outcome: DeliveryOutcome | WorkerError
-    ) -> None:
-        delivery = worker.delivery
-        awaited = delivery is not None and delivery.version == version
-        worker.introduced = isinstance(outcome, DeliveryOutcome) and outcome.known
-        if isinstance(outcome, DeliveryOutcome):
-            if outcome.joined is not None:
-                self.joined(worker, outcome.joined)
-            if delivery is not None and awaited and outcome.answer is not None:
-                delivery.settle(outcome.answer)
-            elif outcome.committed:
-                # An old version, or that of a late worker.
-                self.context.notify(worker.worker_id, Notice("acknowledged", version))
-        elif delivery is not None and awaited:
-            delivery.fail(outcome)
-        elif isinstance(outcome, WorkerLostError):
-            self.context.notify(worker.worker_id, Notice("lost", reason=outcome.message))
-
-    def _dismiss(self, worker: CalledWorker, reason: str) -> None:
-        if worker.delivery is not None:
-            worker.delivery.fail(WorkerError(worker.worker_id, reason))
+    def _release(self, worker: CalledWorker) -> None:
         if worker.introduced or worker.busy:
             worker.introduced = True
             # A worker that takes no calls keeps what it has until another sender comes.

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from sync_core.errors import WorkerError, WorkerLostError
-from sync_core.transports.transport import Answer, Delivery, SenderTransport
+from sync_core.transports.roster import Publication, Roster
+from sync_core.transports.transport import Answer, Delivery, Notice, SenderTransport, unheard
 from sync_core.weights.block import Block
 from sync_core.weights.payload import Payload
 
-_Job = tuple[Payload, Delivery] | None
-_REMOVED = "was removed from the sender"
+
+@dataclass(eq=False, slots=True)
+class _Served:
+    """A worker, what wakes its thread (False: to end), and the version that was sent last."""
+
+    worker_id: int
+    wakes: SimpleQueue[bool] = field(default_factory=SimpleQueue)
+    sent: Publication | None = None
 
 
 class PointToPointTransport(SenderTransport):
-    """Turns a blocking `send_to` into a transport: a thread and a queue for every worker.
+    """Turns a blocking `send_to` into a transport: a thread for every worker.
 
     The payload is copied once for all workers. While a worker is busy with one version, later
     ones replace each other, so that it is given the newest next; a slow worker keeps no other
@@ -27,6 +34,7 @@ class PointToPointTransport(SenderTransport):
 
     Args:
         worker_ids: the workers to serve.
+        notify: `TransportContext.notify`, for commits of workers that were added later or are late.
 
     Example:
         >>> class Loopback(PointToPointTransport):
@@ -40,14 +48,12 @@ class PointToPointTransport(SenderTransport):
         >>> transport.close()
     """
 
-    def __init__(self, worker_ids: Sequence[int]) -> None:
-        self._queues: dict[int, queue.Queue[_Job]] = {}
-        # Also the one that `send_to` is at.
-        self._unended: dict[int, list[Delivery]] = {}
+    def __init__(
+        self, worker_ids: Sequence[int], notify: Callable[[int, Notice], None] = unheard
+    ) -> None:
+        self.roster = Roster((), notify)
+        self._served: dict[int, _Served] = {}
         self._of_thread = threading.local()
-        self._newest: Payload | None = None
-        # Reentrant, as the garbage collector may close the transport in a thread that holds it.
-        self._lock = threading.RLock()
         for worker_id in worker_ids:
             self.add_worker(worker_id)
 
@@ -68,81 +74,65 @@ class PointToPointTransport(SenderTransport):
 
         A `send_to` that waits for its worker asks this again and again.
         """
-        jobs = self._queues.get(worker_id)
         # Another worker with this id may have the place of the one that this thread serves.
-        served = getattr(self._of_thread, "jobs", jobs)
-        return jobs is None or jobs is not served or not jobs.empty()
+        served = getattr(self._of_thread, "served", self._served.get(worker_id))
+        return (
+            served is None
+            or bool(self.roster.dismissed(worker_id, served))
+            or self.roster.wanted(worker_id) is not served.sent
+        )
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Copy the payload, and hand it to the workers' threads."""
+        """Copy the payload, and wake the workers' threads."""
         block = Block.allocate(payload.nbytes)
         payload.pack(block)
         copy = Payload.unpack(block, payload.version)
-        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
-        with self._lock:
-            for worker_id, delivery in deliveries.items():
-                self._put(worker_id, (copy, delivery))
-            if deliveries.keys() >= self._queues.keys():
-                self._newest = copy
+        deliveries = self.roster.publish(Publication(copy.version, copy.nbytes, copy), worker_ids)
+        for worker_id in worker_ids:
+            if (served := self._served.get(worker_id)) is not None:
+                served.wakes.put(True)
         return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Start the worker's thread, and give it the newest version that went to all."""
         del worker
-        jobs: queue.Queue[_Job] = queue.Queue()
-        with self._lock:
-            self._queues[worker_id] = jobs
-            newest = self._newest
-            if newest is not None:
-                self._put(worker_id, (newest, Delivery(worker_id, newest.version, newest.nbytes)))
+        self._served[worker_id] = served = _Served(worker_id)
+        self.roster.add(worker_id, served)
+        served.wakes.put(True)
         threading.Thread(
-            target=self._serve, args=(worker_id, jobs), name=f"sync-worker-{worker_id}", daemon=True
+            target=self._serve, args=(served,), name=f"sync-worker-{worker_id}", daemon=True
         ).start()
 
     def remove_worker(self, worker_id: int) -> None:
         """End what is on its way to the worker, and its thread after what it is doing."""
-        with self._lock:
-            jobs = self._queues.pop(worker_id, None)
-            unended = self._unended.pop(worker_id, ())
-        if jobs is not None:
-            _drain(jobs, WorkerError(worker_id, _REMOVED))
-            jobs.put(None)
-        for delivery in unended:
-            if not delivery.wait(0):
-                delivery.fail(WorkerError(worker_id, _REMOVED))
+        served = self._served.pop(worker_id, None)
+        self.roster.remove(worker_id)
+        if served is not None:
+            served.wakes.put(False)
 
     def close(self) -> None:
         """End every thread, after what it is doing."""
-        for worker_id in tuple(self._queues):
+        self.roster.close()
+        for worker_id in tuple(self._served):
             self.remove_worker(worker_id)
 
-    def _put(self, worker_id: int, job: tuple[Payload, Delivery]) -> None:
-        jobs = self._queues.get(worker_id)
-        if jobs is None:
-            job[1].fail(WorkerError(worker_id, _REMOVED))
+    def _serve(self, served: _Served) -> None:
+        self._of_thread.served = served
+        while served.wakes.get():
+            self._send_newest(served)
+
+    def _send_newest(self, served: _Served) -> None:
+        worker_id = served.worker_id
+        wanted = self.roster.wanted(worker_id)
+        if wanted in (None, served.sent) or self.roster.dismissed(worker_id, served):
             return
-        reason = f"version {job[0].version} took the place of this one"
-        _drain(jobs, WorkerError(worker_id, reason))
-        unended = [each for each in self._unended.get(worker_id, ()) if not each.wait(0)]
-        self._unended[worker_id] = [*unended, job[1]]
-        jobs.put(job)
-
-    def _serve(self, worker_id: int, jobs: queue.Queue[_Job]) -> None:
-        self._of_thread.jobs = jobs
-        while (job := jobs.get()) is not None:
-            payload, delivery = job
-            try:
-                answer = self.send_to(worker_id, payload)
-            except WorkerError as error:
-                delivery.fail(error)
-            except Exception as error:
-                delivery.fail(WorkerLostError(worker_id, f"send_to raised {error!r}"))
-            else:
-                delivery.acknowledge(answer)
-
-
-def _drain(jobs: queue.Queue[_Job], error: WorkerError) -> None:
-    with suppress(queue.Empty):
-        while True:
-            if (job := jobs.get_nowait()) is not None:
-                job[1].fail(error)
+        served.sent = wanted
+        try:
+            answer = self.send_to(worker_id, wanted.content) or Answer(version=wanted.version)
+        except WorkerError as error:
+            self.roster.failed(worker_id, served, wanted.version, error)
+        except Exception as error:
+            lost = WorkerLostError(worker_id, f"send_to raised {error!r}")
+            self.roster.failed(worker_id, served, wanted.version, lost)
+        else:
+            self.roster.answered(worker_id, served, answer)

@@ -79,6 +79,11 @@ class Roster:
         """The workers."""
         return tuple(self._workers)
 
+    @property
+    def owed_to_new(self) -> Publication | None:
+        """The version that workers are owed when they are added."""
+        return self._owed_to_new
+
     def publish(self, publication: Publication, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Owe a version to these workers, and to workers that are added later if these are all.
 
@@ -181,7 +186,7 @@ class Roster:
 
         Args:
             worker_id: the worker.
-            reader: the receiver.
+            reader: the receiver; None where the sender has called the worker, which may have any.
             answer: the answer, or the message that `Answer.to_message` made of it. A worker whose
                 message is not an answer is lost.
         """
@@ -192,13 +197,32 @@ class Roster:
                 self.lost(worker_id, reader, f"does not answer as agreed: {error}")
                 return
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is None or worker.reader != reader:
+            worker = self._heard(worker_id, reader)
+            if worker is None:
                 return
             if worker.delivery is not None and worker.delivery.version == answer.version:
                 worker.delivery.acknowledge(answer)
             elif answer.error is None:
                 self._notify(worker_id, Notice("acknowledged", answer.version))
+
+    def failed(self, worker_id: int, reader: object, version: int, error: WorkerError) -> None:
+        """Fail the delivery of a version that did not get to a worker, and of no later one.
+
+        Args:
+            worker_id: the worker.
+            reader: see `answered`.
+            version: the version; 0 for the loss of a worker that was sent nothing.
+            error: the reason. A loss is reported where the worker is not sent that version; any
+                other error changes nothing then.
+        """
+        with self._lock:
+            worker = self._heard(worker_id, reader)
+            if worker is None:
+                return
+            if worker.delivery is not None and worker.delivery.version == version:
+                worker.delivery.fail(error)
+            elif isinstance(error, WorkerLostError):
+                self._notify(worker_id, Notice("lost", reason=error.message))
 
     def lost(self, worker_id: int, reader: object, reason: str) -> None:
         """Fail what a worker has not answered, and what is published for it until it comes back.
@@ -208,12 +232,12 @@ class Roster:
 
         Args:
             worker_id: the worker.
-            reader: the receiver.
+            reader: see `answered`.
             reason: a clause such as ``"closed its receiver"``.
         """
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is None or worker.reader != reader or worker.lost is not None:
+            worker = self._heard(worker_id, reader)
+            if worker is None or worker.lost is not None:
                 return
             worker.lost = reason
             self._notify(worker_id, Notice("lost", reason=reason))
@@ -234,10 +258,15 @@ class Roster:
             if worker is not None and worker.delivery is not None:
                 worker.delivery.remark = remark
 
-    def add(self, worker_id: int) -> Publication | None:
-        """Add a worker; return the version that it is owed, the last that went to all."""
+    def add(self, worker_id: int, reader: object = None) -> Publication | None:
+        """Add a worker; return the version that it is owed, the last that went to all.
+
+        Args:
+            worker_id: the worker.
+            reader: what counts as its receiver until one connects.
+        """
         with self._lock:
-            self._workers[worker_id] = _Worker(self._owed_to_new)
+            self._workers[worker_id] = _Worker(self._owed_to_new, reader=reader)
             return self._owed_to_new
 
     def remove(self, worker_id: int) -> bool:
@@ -257,3 +286,8 @@ class Roster:
             for worker_id, worker in workers.items():
                 if worker.delivery is not None:
                     worker.delivery.fail(WorkerError(worker_id, _CLOSED))
+
+    def _heard(self, worker_id: int, reader: object) -> _Worker | None:
+        """Return the worker, unless another receiver has its place."""
+        worker = self._workers.get(worker_id)
+        return worker if worker is not None and reader in (None, worker.reader) else None
