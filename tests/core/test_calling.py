@@ -36,6 +36,7 @@ from sync_core.transports import (
     DeliveryOutcome,
     DeliveryRequest,
     HandedTransport,
+    Notice,
     PointToPointTransport,
 )
 from sync_testing import eventually
@@ -310,7 +311,8 @@ class Asks(Posted):
     def __init__(self) -> None:
         self.began, self.goes_on = threading.Event(), threading.Event()
         self.told: queue.Queue[bool] = queue.Queue()
-        super().__init__([0, 1])
+        self.notices: queue.Queue[tuple[int, Notice]] = queue.Queue()
+        super().__init__([0, 1], lambda *notice: self.notices.put(notice))
 
     def send_to(self, worker_id: int, payload: Payload) -> None:
         self.began.set()
@@ -328,6 +330,20 @@ def test_what_is_sent_to_a_removed_worker_is_given_up(returns: bool) -> None:
         transport.add_worker(0)
     transport.goes_on.set()
     assert transport.told.get(timeout=30)
+    transport.close()
+
+
+def test_late_commits_and_those_of_added_workers_are_reported() -> None:
+    transport = Asks()
+    late = transport.send(Payload.from_bytes(payload_bytes(), 1), [0])[0]
+    assert transport.began.wait(30)
+    newest = transport.send(Payload.from_bytes(payload_bytes(), 2), [0, 1])
+    transport.goes_on.set()
+    assert transport.notices.get(timeout=30) == (0, Notice("acknowledged", 1))
+    assert all(delivery.wait(30) for delivery in newest.values())
+    assert not late.ended
+    transport.add_worker(2)
+    assert transport.notices.get(timeout=30) == (2, Notice("acknowledged", 2))
     transport.close()
 
 

@@ -65,7 +65,7 @@ class SlowSender(PointToPointTransport):
         self.answers: dict[int, queue.SimpleQueue[Answer]] = {}
         self._name = secrets.token_hex(8)
         _senders[self._name] = self
-        super().__init__(context.worker_ids)
+        super().__init__(context.worker_ids, context.notify)
 
     def address(self, worker_id: int) -> str:
         """The sender's name."""
