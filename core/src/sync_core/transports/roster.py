@@ -147,7 +147,7 @@ class Roster:
             rest = [worker.owed for i, worker in self._workers.items() if i not in replaced]
             if besides is None or rest:
                 rest.append(self._owed_to_new)
-            return {publication for publication in rest if publication is not None}
+            return set(filter(None, rest))
 
     def connected(self, worker_id: int, reader: object) -> bool:
         """Record that a receiver has taken a worker's place; it has no version yet.

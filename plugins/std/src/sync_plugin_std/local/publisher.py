@@ -159,12 +159,12 @@ class Publisher:
         """The slot that the worker wants, unless it has seen that version; it is read from now."""
         with self.lock:
             wanted = self.roster.wanted(worker_id, after=seen)
-            if wanted is None:
-                return None
             # Not the publication's content: what refers to itself is freed late.
-            slot = next(each for each in self.slots if each.publication is wanted)
-            slot.readers[reader] = name
-            return slot
+            for slot in self.slots if wanted is not None else ():
+                if slot.publication is wanted:
+                    slot.readers[reader] = name
+                    return slot
+            return None
 
     def give_back(
         self, reader: object, kept: Sequence[int] = (), *, until: int | None = None

@@ -318,7 +318,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
         ready = poll.poll(left * 1000) if left > 0 else []
         if not ready:
             return False
-        if any(descriptor == self._ended.reader for descriptor, _ in ready):
+        if self._ended.reader in dict(ready):
             self._ended.take()
         self._collect(peer, everyone=worker_id is None)
         return True
@@ -375,8 +375,8 @@ class SharedMemorySender(ServingTransport[PeerT]):
             # The answer before may be read a second time, as its event is set after it is written.
             if peer.unanswered <= version:
                 peer.unanswered = 0
-            self._publisher.answer(peer.worker_id, answer, peer)
-        if self._publisher.newest(peer.worker_id) > peer.seen:
+            self._publisher.roster.answered(peer.worker_id, peer, answer)
+        if self._publisher.roster.wanted(peer.worker_id, after=peer.seen) is not None:
             self._offer_again(peer)
 
     def _offer_again(self, peer: PeerT) -> None:
