@@ -232,6 +232,9 @@ class World:
         rest = [owed[i] for i in owed if i not in besides]
         later = {each for each in (*rest, newest if rest else None) if each is not None}
         assert self.roster.owed(besides) == later
+        last = {i: self.last_delivery(place) for i, place in self.places.items()}
+        awaited = {i for i, delivery in last.items() if delivery and not delivery.ended}
+        assert self.roster.awaited() == awaited
         for worker_id, place in self.places.items():
             for reader in place.readers:
                 reason = self.roster.dismissed(worker_id, reader)

@@ -51,6 +51,8 @@ MISTAKES = {
     ),
     "what new workers want is not kept": ("if besides is None or rest:", "if False:"),
     "what new workers want is kept for no worker": ("if besides is None or rest:", "if True:"),
+    "a worker that has answered is awaited": (" and not worker.delivery.ended", ""),
+    "a worker that has not answered is not awaited": (" and not worker.delivery.ended", " and 0"),
     "a receiver that has connected is not reported": (
         'self._notify(worker_id, Notice("connected"))',
         "pass",

@@ -149,6 +149,12 @@ class Roster:
                 rest.append(self._owed_to_new)
             return set(filter(None, rest))
 
+    def awaited(self) -> set[int]:
+        """Return the workers of which the last delivery has not ended."""
+        with self._lock:
+            known = self._workers.items()
+            return {i for i, worker in known if worker.delivery and not worker.delivery.ended}
+
     def connected(self, worker_id: int, reader: object) -> bool:
         """Record that a receiver has taken a worker's place; it has no version yet.
 
