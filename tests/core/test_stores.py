@@ -189,6 +189,18 @@ def test_no_worker_gets_the_version_of_a_send_that_failed(sender: Sender, memory
         assert pending.wait().updated == (0,)
 
 
+def test_an_interrupted_write_leaves_nothing(sender: Sender, memory: Memory) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    memory.on_version = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        sender.send_async()
+    assert memory.path("policy-00000001.safetensors")
+    sender.close()
+    assert not memory.kept
+
+
 def test_closing_while_a_version_is_put_there(sender: Sender, memory: Memory) -> None:
     transport: Any = sender._pipeline.transport
     memory.on_version = transport.close

@@ -22,8 +22,8 @@ from sync_plugin_std.stores.parts import parts_of
 
 #: The longest record, in bytes; a worker's error and the names of 100,000 workers have room.
 LONGEST_RECORD = 1 << 24
-# How long the end of a pulse waits for a call of the store, in seconds.
-_CLOSING = 10.0
+#: How long the end of a thread is waited for, which may be in a call of the store, in seconds.
+CLOSING = 10.0
 
 
 class NotAFileError(OSError):
@@ -343,7 +343,7 @@ class Pulse:
         """Stop. Ending again is allowed."""
         self._ended.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSING)
+            self._thread.join(CLOSING)
 
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):

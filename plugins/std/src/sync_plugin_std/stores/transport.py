@@ -9,8 +9,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sync_core import (
@@ -23,12 +24,11 @@ from sync_core import (
     SenderLostError,
     SenderTransport,
     TransportContext,
-    WorkerError,
-    WorkerLostError,
 )
 from sync_core.errors import PayloadError
-from sync_core.transports import Notice, uninterrupted
+from sync_core.transports import Publication, Roster, uninterrupted
 from sync_plugin_std.stores.store import (
+    CLOSING,
     SENDER,
     SIGNS,
     NotAFileError,
@@ -42,9 +42,6 @@ from sync_plugin_std.stores.store import (
     worker_record,
 )
 
-# How long `close` waits for a call of the store, in seconds.
-_CLOSING = 10.0
-_REMOVED = "was removed from the sender"
 # For how many workers that were removed the sender's record is still sealed.
 _FAREWELLS = 64
 _log = logging.getLogger("sync_core")
@@ -225,17 +222,12 @@ class StoreReceiver(ReceiverTransport):
 
 
 @dataclass(eq=False)
-class _WorkerRecord:
+class _Heard:
+    """What a worker's record has said: its receiver, and the last answer of that."""
+
     watch: Watch
-    wanted: int = 0
-    delivery: Delivery | None = None
     owner: str | None = None
     answer: dict[str, Any] | None = None
-    lost: bool = False
-
-    @property
-    def waits(self) -> bool:
-        return self.delivery is not None and not self.delivery.wait(0)
 
 
 class StoreSender(SenderTransport):
@@ -257,7 +249,7 @@ class StoreSender(SenderTransport):
     ) -> None:
         self._records = Records(store, context)
         self._versions = self._records if versions is None else versions
-        self._notify = context.notify
+        self._roster = Roster(context.worker_ids, context.notify)
         self._options = options
         self._beats = 0
         # Lets a later sender recognise records of a process that has ended.
@@ -266,13 +258,12 @@ class StoreSender(SenderTransport):
             "machine": machine(),
             "lost_after": options.lost_after,
         }
-        self._newest = 0
-        # The versions that are there: the size and the digest of each.
-        self._written: dict[int, tuple[int, str]] = {}
+        # The versions that are there, with their digests; None for one that may be there in part.
+        self._written: dict[int, Publication | None] = {}
         self._served = set(context.worker_ids)
         # They find in the sender's record that they were removed.
         self._removed_last: deque[int] = deque(maxlen=_FAREWELLS)
-        self._places = {i: self._new_place() for i in context.worker_ids}
+        self._heard = {i: _Heard(Watch(options.lost_after)) for i in context.worker_ids}
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = False
@@ -290,32 +281,20 @@ class StoreSender(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the weights once, then name the workers that they are for."""
+        version = payload.version
+        with self._lock:
+            self._written[version] = None
         digest = self._versions.write_version(payload)
-        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
         with self._lock:
             if self._closed:
-                self._versions.delete_version(payload.version)
+                self._versions.delete_version(version)
                 raise ClosedError("the sender is closed")
-            self._written[payload.version] = payload.nbytes, digest
-            newest = self._newest
-            before = [(p, p.wanted, p.delivery) for p in self._places.values()]
-            for worker_id, delivery in deliveries.items():
-                place = self._places.get(worker_id)
-                if place is None:
-                    # Removed by another thread since the send began.
-                    delivery.fail(WorkerError(worker_id, _REMOVED))
-                else:
-                    place.wanted, place.delivery = payload.version, delivery
-            if deliveries.keys() >= self._places.keys():
-                self._newest = payload.version
-            try:
-                self._publish()
-            except BaseException:
-                # Else the next sign of life would name the version of a send that has failed.
-                self._newest = newest
-                for place, wanted, waited in before:
-                    place.wanted, place.delivery = wanted, waited
-                raise
+            publication = self._written[version] = Publication(version, payload.nbytes, digest)
+            # Before the roster: where this fails, each worker is still owed what it was owed.
+            self._publish(dict.fromkeys(worker_ids, publication))
+            # One that was lost may have come back; `_watch` finds whether it has.
+            self._roster.expect(worker_ids)
+            deliveries = self._roster.publish(publication, worker_ids)
             self._remove_old()
             self._changed.notify()
         return deliveries
@@ -327,17 +306,17 @@ class StoreSender(SenderTransport):
             # One that had this id may have left its record, which says nothing of the new one.
             self._records.delete(worker_record(worker_id))
             self._served.add(worker_id)
-            self._places[worker_id] = self._new_place()
+            self._heard[worker_id] = _Heard(Watch(self._options.lost_after))
+            self._roster.add(worker_id)
             self._publish()
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, which learns it by the record."""
         with self._lock:
-            place = self._places.pop(worker_id)
+            del self._heard[worker_id]
+            self._roster.remove(worker_id)
             self._removed_last.append(worker_id)
             self._publish()
-        if place.delivery is not None:
-            place.delivery.fail(WorkerError(worker_id, _REMOVED))
 
     def close(self) -> None:
         """End the threads, and remove all that is in the store."""
@@ -345,42 +324,41 @@ class StoreSender(SenderTransport):
             if self._removed:
                 return
             self._closed = True
-            for worker_id, place in self._places.items():
-                if place.delivery is not None:
-                    place.delivery.fail(WorkerError(worker_id, "the sender was closed"))
+            self._roster.close()
             self._changed.notify()
         self._pulse.end()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSING)
+            self._thread.join(CLOSING)
         # First, so that no worker leaves a record after its own was removed.
         self._records.delete(SENDER)
         for worker_id in self._served:
             self._records.delete(worker_record(worker_id))
-        for version in self._written:
+        for version in tuple(self._written):
             self._versions.delete_version(version)
         self._removed = True
 
-    def _new_place(self) -> _WorkerRecord:
-        return _WorkerRecord(Watch(self._options.lost_after), wanted=self._newest)
-
-    def _publish(self) -> None:
+    def _publish(self, sent: Mapping[int, Publication] = MappingProxyType({})) -> None:
+        """Put the record in its place, with what each worker is owed, or what is being sent."""
         with self._lock:
             if self._closed:
                 return
             self._beats += 1
-            wanted = {str(i): place.wanted for i, place in self._places.items()}
+            owed = {i: sent.get(i) or self._roster.wanted(i) for i in self._roster.worker_ids}
+            written = [each for each in self._written.values() if each is not None]
             record = {
                 "beats": self._beats,
-                "wanted": wanted,
-                "sealed": {str(version): sealed for version, sealed in self._written.items()},
+                "wanted": {str(i): each.version if each else 0 for i, each in owed.items()},
+                "sealed": {str(each.version): (each.nbytes, each.content) for each in written},
                 **self._signature,
             }
-            self._records.write(SENDER, record, (*self._places, *self._removed_last))
+            self._records.write(SENDER, record, (*owed, *self._removed_last))
 
     def _remove_old(self) -> None:
-        needed = {self._newest, *(place.wanted for place in self._places.values())}
-        for version in tuple(self._written)[: -self._options.keep]:
-            if version not in needed:
+        """Remove the versions that are not needed, and what failed sends have written."""
+        written = [each for each in self._written.values() if each is not None]
+        needed = {*written[-self._options.keep :], *self._roster.owed()}
+        for version, publication in tuple(self._written.items()):
+            if publication not in needed:
                 # A worker that is too late to read it finds a newer one.
                 self._versions.delete_version(version)
                 del self._written[version]
@@ -391,72 +369,56 @@ class StoreSender(SenderTransport):
             with self._lock:
                 if self._closed:
                     return
-                places = dict(self._places)
-            if everybody := time.monotonic() >= due:
+                heard, looked_at = dict(self._heard), self._roster.awaited()
+            if time.monotonic() >= due:
                 due = time.monotonic() + self._options.lost_after / SIGNS
-            for worker_id, place in places.items():
-                if everybody or place.waits:
-                    self._look(worker_id, place)
+                looked_at = set(heard)
+            for worker_id in looked_at:
+                self._look(worker_id, heard[worker_id])
             with self._lock:
-                # A send may have begun, or all have ended, since the places were looked at.
+                # A send may have begun, or all have ended, since the records were looked at.
                 if not self._closed:
-                    waits = any(place.waits for place in self._places.values())
+                    waits = self._roster.awaited()
                     self._changed.wait(
                         self._options.poll if waits else max(0.0, due - time.monotonic())
                     )
 
-    def _look(self, worker_id: int, place: _WorkerRecord) -> None:
+    def _look(self, worker_id: int, heard: _Heard) -> None:
         try:
             record = self._records.read(worker_record(worker_id), worker_id)
         except Exception as error:
             _log.warning("worker %d cannot be seen in the store: %r", worker_id, error)
             return
-        if record is None and place.owner is None:
-            return  # it has not come yet
-        try:
-            reason = self._hear(worker_id, place, record)
-        except Exception as error:
-            # Whatever a worker has written there costs its own place at most.
-            reason = f"has written no record of ours: {error!r:.300}"
-        if reason is None:
-            place.lost = False
-            return
-        if not place.lost:
-            place.lost = True
-            self._notify(worker_id, Notice("lost", reason=reason))
-        if place.delivery is not None:
-            place.delivery.fail(WorkerLostError(worker_id, reason))
+        with self._lock:
+            if self._heard.get(worker_id) is not heard or (record is None and heard.owner is None):
+                return  # it was removed meanwhile, or has not come yet
+            try:
+                reason = self._hear(worker_id, heard, record)
+            except Exception as error:
+                # Whatever a worker has written there costs its own place at most.
+                reason = f"has written no record of ours: {error!r:.300}"
+            if reason is None:
+                self._roster.expect([worker_id])
+            else:
+                self._roster.lost(worker_id, heard.owner, reason)
 
-    def _reason(self, place: _WorkerRecord, record: dict[str, Any] | None) -> str | None:
-        """Return why the worker counts as lost; None where it does not."""
+    def _hear(self, worker_id: int, heard: _Heard, record: dict[str, Any] | None) -> str | None:
+        """Act on a worker's record; why the worker counts as lost, or None where it does not."""
         if record is None:
             return "its record is gone from the store, or not whole"
+        owner, answer = str(record["owner"]), record["answer"]
+        if owner != heard.owner:
+            heard.owner, heard.answer = owner, None
+            self._roster.connected(worker_id, owner)
+        if answer is not None and answer != heard.answer:
+            self._roster.answered(worker_id, owner, Answer.from_message(answer))
+            heard.answer = answer
         who = f"its process {record['process']} on {record['host']}"
         if record["beats"] < 0:
             return f"{who} {record['left']}"
-        if not place.watch.lives((record["owner"], record["beats"])):
+        if not heard.watch.lives((owner, record["beats"])):
             return f"{who} has given no sign of life for {self._options.lost_after:g} s"
         return None
-
-    def _hear(
-        self, worker_id: int, place: _WorkerRecord, record: dict[str, Any] | None
-    ) -> str | None:
-        """Act on a worker's record; why the worker counts as lost, or None where it does not."""
-        reason = self._reason(place, record)
-        if record is None:
-            return reason
-        if reason is None and record["owner"] != place.owner:
-            place.owner, place.answer = record["owner"], None
-            self._notify(worker_id, Notice("connected"))
-        if record["answer"] is None or record["answer"] == place.answer:
-            return reason
-        answer = Answer.from_message(record["answer"])
-        place.answer = record["answer"]
-        if place.delivery is not None and place.delivery.version == answer.version:
-            place.delivery.acknowledge(answer)
-        elif answer.error is None:
-            self._notify(worker_id, Notice("acknowledged", answer.version))
-        return reason
 
 
 def store_transport(
