@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from sync_core import SyncError
 
-__all__ = ["ConflictError", "ReplacedError", "RolledBackError", "SignatureError", "StoreError"]
+__all__ = [
+    "ConflictError",
+    "ReplacedError",
+    "RolledBackError",
+    "SignatureError",
+    "StoreError",
+    "not_newer",
+]
 
 
 class StoreError(SyncError, OSError):
@@ -25,3 +32,17 @@ class SignatureError(SyncError, ValueError):
 
 class RolledBackError(SyncError):
     """A store has an older head of a run than it had before, and does not get the newer one."""
+
+
+def not_newer(url: str, newest: int, version: int) -> ConflictError:
+    """Return the error of a version that is not newer than those of a run.
+
+    Args:
+        url: where the run is.
+        newest: its newest version.
+        version: the other one.
+    """
+    return ConflictError(
+        f"the run in {url} has version {newest}, and versions only grow, got {version}; type "
+        f"Sender(…, version={newest}) to continue the run, or give another url"
+    )

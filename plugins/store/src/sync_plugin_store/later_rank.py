@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from sync_core import Delivery, LayoutMismatchError, Payload, SyncError
 from sync_plugin_scale import Holding
-from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
+from sync_plugin_store.errors import ConflictError, SignatureError, StoreError, not_newer
 from sync_plugin_store.format import File, Piece
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects
 from sync_plugin_store.pieces import PieceWriter
-from sync_plugin_store.publisher import not_newer
 from sync_plugin_store.ranks import HINT, JoinedSession, Rank, write_ranks
 from sync_plugin_store.reader import GoneError, RunReader
 from sync_plugin_store.records import (

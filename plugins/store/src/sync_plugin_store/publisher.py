@@ -14,7 +14,7 @@ from typing import Any
 
 from sync_core import Payload
 from sync_core.errors import PayloadError
-from sync_plugin_store.errors import ConflictError, SignatureError, StoreError
+from sync_plugin_store.errors import ConflictError, SignatureError, StoreError, not_newer
 from sync_plugin_store.format import (
     HEAD,
     Head,
@@ -540,17 +540,3 @@ class Publisher:
                 # Each further one might take as long. The next sender's `collect` finds them.
                 _log.warning("%s and others stay in %s: %s", name, self._objects.url, error)
                 return
-
-
-def not_newer(url: str, newest: int, version: int) -> ConflictError:
-    """Return the error of a version that is not newer than those of a run.
-
-    Args:
-        url: where the run is.
-        newest: its newest version.
-        version: the other one.
-    """
-    return ConflictError(
-        f"the run in {url} has version {newest}, and versions only grow, got {version}; type "
-        f"Sender(…, version={newest}) to continue the run, or give another url"
-    )
