@@ -35,7 +35,7 @@ class Memory(Store):
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
         self.broken: Exception | None = None
-        self.text = False
+        self.text = self.keeps = False
         self.on_version: Callable[[], None] | None = None
 
     def put(self, name: str, data: bytes) -> None:
@@ -50,6 +50,8 @@ class Memory(Store):
 
     def delete(self, name: str) -> None:
         self._check()
+        if self.keeps and name.endswith(".safetensors"):
+            raise OSError("no right to delete")
         self.kept.pop(name, None)
 
     def path(self, end: str) -> str:
@@ -187,6 +189,17 @@ def test_no_worker_gets_the_version_of_a_send_that_failed(sender: Sender, memory
         pending = sender.send_async(worker_ids=0)
         assert receiver.receive() == pending.version == 2
         assert pending.wait().updated == (0,)
+
+
+def test_versions_that_cannot_be_removed_fail_no_send(sender: Sender, memory: Memory) -> None:
+    with join(sender, 0) as receiver:
+        for version in range(1, 7):
+            memory.keeps = version < 6
+            pending = sender.send_async(worker_ids=0)
+            assert receiver.receive() == version
+            assert pending.wait().updated == (0,)
+            kept = sum(name.endswith(".safetensors") for name in memory.kept)
+            assert kept == (version if memory.keeps else 2)
 
 
 def test_an_interrupted_write_leaves_nothing(sender: Sender, memory: Memory) -> None:

@@ -33,6 +33,7 @@ MADE_BY = {
     "Sleeps and polling": {"time.sleep", "asyncio.sleep"},
     "Signals, fork and exit": {
         "atexit.register",
+        "multiprocessing.util.Finalize",
         "os.register_at_fork",
         "signal.signal",
         "sync_core._util.release_with",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,39 @@ with Sender("file", torch.nn.Linear(2, 2), num_workers=1, directory={str(tmp_pat
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert run.stdout == "(0,)\n", run.stderr
+
+
+@pytest.mark.parametrize("started_by", ["", "fork", "spawn"])
+def test_a_worker_that_an_exception_ends_says_which(tmp_path: Path, started_by: str) -> None:
+    program = tmp_path / "worker.py"
+    program.write_text("""
+import multiprocessing, pathlib, pickle, sys
+import torch
+from sync_core import Receiver
+
+def work():
+    address = pickle.loads(pathlib.Path("address").read_bytes())
+    receiver = Receiver(address, torch.nn.Linear(3, 2))
+    receiver.receive(30)
+    raise RuntimeError("the step failed")
+
+if __name__ == "__main__":
+    if sys.argv[1]:
+        multiprocessing.get_context(sys.argv[1]).Process(target=work).start()
+    else:
+        work()
+""")
+    options: dict[str, Any] = {"directory": str(tmp_path), "lost_after": 60.0}
+    with Sender("file", torch.nn.Linear(3, 2), num_workers=1, **options) as sender:
+        (tmp_path / "address").write_bytes(pickle.dumps(sender.address(0)))
+        pending = sender.send_async()
+        command = [sys.executable, str(program), started_by]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+        assert b"the step failed" in ended.stderr
+        assert pending.wait().updated == (0,)
+        said = "has ended without closing its receiver, after RuntimeError: the step failed"
+        with pytest.raises(SendError, match=said):
+            sender.send()
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from types import MappingProxyType
 from typing import Any
 
@@ -86,6 +88,8 @@ class StoreReceiver(ReceiverTransport):
             raise SenderLostError("the sender is gone, or the address is another sender's")
         self._write()
         self._pulse = Pulse(self._beat, options.lost_after / SIGNS)
+        # Not `atexit`, which a process that multiprocessing has forked does not run.
+        self._at_exit = Finalize(None, self._end, exitpriority=0)
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version that this worker has not seen."""
@@ -115,6 +119,7 @@ class StoreReceiver(ReceiverTransport):
         """Leave, and say so; in a process that was forked from this one, do nothing."""
         if os.getpid() != self._process:
             return
+        self._at_exit.cancel()
         self._pulse.end()
         with self._lock:
             if self._closed:
@@ -124,6 +129,19 @@ class StoreReceiver(ReceiverTransport):
                 self._rewrite()
             except Exception as error:
                 _log.warning("worker %d cannot say that it leaves: %r", self._worker_id, error)
+
+    def _end(self) -> None:
+        """Leave at the end of the process, and say which exception has ended it."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit):
+            error = error.__context__ or error
+        others = {*threading.enumerate()} - {threading.current_thread()}
+        if error is None and not all(thread.daemon for thread in others):
+            return  # a process of multiprocessing, which waits for its threads after this
+        self._left = "has ended without closing its receiver"
+        if error is not None:
+            self._left += f", after {type(error).__name__}: {error}"
+        self.close()
 
     def _look(self) -> Payload | None:
         """Read the newest version; where that fails, one that has taken its place meanwhile."""
@@ -358,10 +376,16 @@ class StoreSender(SenderTransport):
         written = [each for each in self._written.values() if each is not None]
         needed = {*written[-self._options.keep :], *self._roster.owed()}
         for version, publication in tuple(self._written.items()):
-            if publication not in needed:
+            if publication in needed:
+                continue
+            try:
                 # A worker that is too late to read it finds a newer one.
                 self._versions.delete_version(version)
-                del self._written[version]
+            except Exception as error:
+                # Each further one might take as long.
+                _log.warning("version %d stays until the next send: %r", version, error)
+                return
+            del self._written[version]
 
     def _watch(self) -> None:
         due = 0.0
