@@ -166,7 +166,12 @@ time.sleep(60)
         young.mkdir()
         old = tmp_path / "sync-2123456789abcdef"
         old.mkdir()
-        os.utime(old, (0, 0))
+        others = tmp_path / "sync-3123456789abcdef"
+        others.mkdir()
+        (others / "notes.txt").write_text("mine")
+        (others / "worker-0.json").write_bytes(b"")
+        for folder in (old, others):
+            os.utime(folder, (0, 0))
         trainers[0].send_signal(signal.SIGKILL)
         trainers[0].wait(10)
         before = len(list(tmp_path.glob("sync-*/*.safetensors")))
@@ -177,6 +182,7 @@ time.sleep(60)
             assert mine.exists()
             assert young.exists()
             assert not old.exists()
+            assert [path.name for path in others.iterdir()] == ["notes.txt"]
     finally:
         for trainer in trainers:
             with suppress(OSError):

@@ -16,6 +16,8 @@ from sync_plugin_std.stores.store import SENDER, machine
 
 _log = logging.getLogger("sync_core")
 _FOLDER = re.compile(r"sync-[0-9a-f]{16}")
+# What a sender and its workers write there: records, versions, and files that are being written.
+_FILE = re.compile(r"sender\.json|worker-[0-9]+\.json|.*-[0-9]{8,}\.safetensors|\.[0-9a-f]{16}")
 # No sender is as long without a sign of life, in seconds: it gives one ten times in `lost_after`.
 _ABANDONED = 3600.0
 # The longest record that is read, in bytes.
@@ -27,7 +29,8 @@ def remove_left(directory: Path) -> None:
 
     On this machine that is known at once. A sender elsewhere counts as dead when it has rewritten
     its record neither for an hour nor for twenty times its ``lost_after``; one that was only
-    stopped loses the versions that it had put there, and continues with its next send.
+    stopped loses the versions that it had put there, and continues with its next send. Files of
+    other names stay.
     """
     for folder in directory.iterdir():
         if not _FOLDER.fullmatch(folder.name):
@@ -35,7 +38,8 @@ def remove_left(directory: Path) -> None:
         try:
             if _is_abandoned(folder):
                 for path in folder.iterdir():
-                    path.unlink()
+                    if _FILE.fullmatch(path.name):
+                        path.unlink()
                 folder.rmdir()
                 _log.info("removed %s, which a trainer that is dead has left", folder)
         except FileNotFoundError:
