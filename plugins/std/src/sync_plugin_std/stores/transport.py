@@ -241,7 +241,7 @@ class StoreReceiver(ReceiverTransport):
 
 @dataclass(eq=False)
 class _Heard:
-    """What a worker's record has said: its receiver, and the last answer of that."""
+    """The receiver of a worker, and its last answer, by the worker's record."""
 
     watch: Watch
     owner: str | None = None
@@ -276,7 +276,7 @@ class StoreSender(SenderTransport):
             "machine": machine(),
             "lost_after": options.lost_after,
         }
-        # The versions that are there, with their digests; None for one that may be there in part.
+        # The versions in the store, with their digests; None for one that is not written whole.
         self._written: dict[int, Publication | None] = {}
         self._served = set(context.worker_ids)
         # They find in the sender's record that they were removed.
@@ -308,9 +308,9 @@ class StoreSender(SenderTransport):
                 self._versions.delete_version(version)
                 raise ClosedError("the sender is closed")
             publication = self._written[version] = Publication(version, payload.nbytes, digest)
-            # Before the roster: where this fails, each worker is still owed what it was owed.
+            # First: where this fails, each worker is still owed the version before.
             self._publish(dict.fromkeys(worker_ids, publication))
-            # One that was lost may have come back; `_watch` finds whether it has.
+            # A worker that was lost may have come back, which `_watch` finds out.
             self._roster.expect(worker_ids)
             deliveries = self._roster.publish(publication, worker_ids)
             self._remove_old()
@@ -356,7 +356,7 @@ class StoreSender(SenderTransport):
         self._removed = True
 
     def _publish(self, sent: Mapping[int, Publication] = MappingProxyType({})) -> None:
-        """Put the record in its place, with what each worker is owed, or what is being sent."""
+        """Write the record, with the version that each worker is owed, or is being sent."""
         with self._lock:
             if self._closed:
                 return
@@ -427,7 +427,7 @@ class StoreSender(SenderTransport):
                 self._roster.lost(worker_id, heard.owner, reason)
 
     def _hear(self, worker_id: int, heard: _Heard, record: dict[str, Any] | None) -> str | None:
-        """Act on a worker's record; why the worker counts as lost, or None where it does not."""
+        """Report what a worker's record says; return why it is lost, or None where it is not."""
         if record is None:
             return "its record is gone from the store, or not whole"
         owner, answer = str(record["owner"]), record["answer"]
