@@ -145,6 +145,7 @@ def test_a_planted_mistake_is_found(mistake: str) -> None:
         run(_with(*MISTAKES[mistake]), _CASES)
 
 
+@pytest.mark.timeout(400)  # 20 s where nothing else runs
 def test_every_order_of_a_hundred_thousand_keeps_the_promises() -> None:
     run(Roster, 100_000)
 
