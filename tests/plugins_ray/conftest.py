@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from ray import cloudpickle
 from tests.plugins_ray.agents import Other, start
 
 from sync_plugin_ray.group import RayGroup
-from sync_plugin_ray.store import Publication
+from sync_plugin_ray.store import StoredVersion
 from sync_testing import eventually
 from sync_testing.schemes import borrow_pool
 
@@ -31,7 +32,8 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 def one_ray() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Workers inherit it, and find the chaos kit there.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "chaos"))
+        chaos = str(Path(__file__).parents[1] / "chaos")
+        patch.setenv("PYTHONPATH", chaos, prepend=os.pathsep)
         ray.init(
             num_cpus=8,
             include_dashboard=False,
@@ -106,8 +108,8 @@ def kept() -> Callable[[], int]:
 
     Those of tests before may go at any moment.
     """
-    before = weakref.WeakSet(_publications())
-    return lambda: sum(each not in before for each in _publications())
+    before = weakref.WeakSet(_stored())
+    return lambda: sum(each not in before for each in _stored())
 
 
 @pytest.fixture(scope="session")
@@ -133,9 +135,9 @@ def _is_lost(reference: Any) -> bool:
     return False
 
 
-def _publications() -> list[Publication]:
+def _stored() -> list[StoredVersion]:
     gc.collect()
-    return [each for each in gc.get_objects() if isinstance(each, Publication)]
+    return [each for each in gc.get_objects() if isinstance(each, StoredVersion)]
 
 
 @pytest.hookimpl(trylast=True)
