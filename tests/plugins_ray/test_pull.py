@@ -34,7 +34,7 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
-from sync_plugin_ray.mailbox import Event, Mailbox, MailboxOffer
+from sync_plugin_ray.mailbox import Event, Gone, Mailbox, MailboxOffer
 from sync_plugin_scale import Pool
 from sync_testing import eventually
 
@@ -353,3 +353,18 @@ def test_updates_of_the_mailbox_may_come_in_any_order() -> None:
         return await mailbox.take(0, "reader", 0)
 
     assert asyncio.run(newest()).version == 3
+
+
+def test_a_receiver_of_a_removed_worker_is_not_that_of_one_with_its_id() -> None:
+    async def take_after_both() -> Any:
+        mailbox = Mailbox("token", {0: None})
+        joining = asyncio.create_task(mailbox.join("token", Event("joined", 0, reader="reader")))
+        await mailbox.update(1, {0: None}, {0: "reader"})
+        await joining
+        await mailbox.update(2, {}, {})
+        await mailbox.update(3, {0: MailboxOffer(1, "", [])}, {}, {0: "token"})
+        await mailbox.answer(Event("answered", 0, 1, reader="reader"))
+        assert [event.kind for event in await mailbox.events()] == ["joined"]
+        return await mailbox.take(0, "reader", 0)
+
+    assert asyncio.run(take_after_both()) == Gone("worker 0 was removed from the sender")

@@ -66,7 +66,7 @@ def test_the_mailbox_tells_strangers_nothing() -> None:
         refusal, _ = await asyncio.gather(joining, meeting)
         assert refusal is None
         assert await mailbox.take(0, "reader", 0) is None
-        await mailbox.answer(Event("answered", 0, 1), "stranger")
+        await mailbox.answer(Event("answered", 0, 1, reader="stranger"))
         assert [event.kind for event in await mailbox.events()] == ["joined"]
 
     asyncio.run(ask())

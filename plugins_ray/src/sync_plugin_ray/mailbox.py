@@ -17,6 +17,8 @@ from sync_plugin_ray.liveness import LivenessActor
 # How long a receiver that joins waits for the sender, in seconds.
 _SILENCE = 5.0
 
+EventKind = Literal["joined", "answered", "lost", "left"]
+
 
 @dataclass(frozen=True, slots=True)
 class MailboxOffer:
@@ -58,7 +60,7 @@ class Event:
         reason: why it left.
     """
 
-    kind: Literal["joined", "answered", "lost", "left"]
+    kind: EventKind
     worker_id: int
     version: int = 0
     answer: Mapping[str, Any] | None = None
@@ -107,9 +109,11 @@ class Mailbox(LivenessActor):
             number: grows with each call.
             offers: as above.
             met: for each worker the newest of its receivers that the sender has heard of.
-            tokens: those of workers that were added.
+            tokens: those of workers that were added, which have no receiver yet.
         """
-        self._tokens.update(tokens or {})
+        for worker_id, token in (tokens or {}).items():
+            self._tokens[worker_id] = token
+            self._readers.pop(worker_id, None)
         if number > self._number:
             self._number, self._offers, self._met = number, offers, met
             await self._wake()
@@ -168,7 +172,7 @@ class Mailbox(LivenessActor):
             event: an event to report first, which then takes no separate call.
         """
         if event is not None:
-            await self.answer(event, reader)
+            await self.answer(event)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), self._changed:
                 while self._answer(worker_id, reader, seen) is None:
@@ -180,15 +184,15 @@ class Mailbox(LivenessActor):
             return answer
         return None
 
-    async def answer(self, event: Event, reader: str) -> None:
+    async def answer(self, event: Event) -> None:
         """Pass on what a receiver has to say, unless another has taken its place."""
-        if self._is_reader(event.worker_id, reader):
+        if self._is_reader(event.worker_id, event.reader):
             self._events.put_nowait(event)
 
     def _answer(self, worker_id: int, reader: str, seen: int) -> MailboxOffer | Gone | None:
         if self._closed:
             return Gone("the sender was closed")
-        if worker_id not in self._offers:
+        if worker_id not in self._offers or worker_id not in self._readers:
             return Gone(f"worker {worker_id} was removed from the sender")
         if not self._is_reader(worker_id, reader):
             return Gone("another receiver was given the same address")

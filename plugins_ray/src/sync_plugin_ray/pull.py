@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,12 +23,12 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.transports import Notice
+from sync_core.transports import Notice, Publication, Roster
 from sync_plugin_ray import liveness
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.inbox import hand
 from sync_plugin_ray.mailbox import Event, Mailbox, MailboxEndpoint, MailboxOffer
-from sync_plugin_ray.store import ObjectStore, Publication
+from sync_plugin_ray.store import ObjectStore, StoredVersion
 
 _log = logging.getLogger("sync_core")
 # A worker that has not answered for so long is asked whether it still lives.
@@ -49,62 +48,31 @@ _CLOSING = 5.0
 _WAITING = 0.25
 # Calls of one worker at a time: one that waits for an answer, and one that brings a newer version.
 _CALLS = 2
-_REMOVED = "was removed from the sender"
 
 
 @dataclass(eq=False)
-class _Worker:
-    """One worker.
+class _Receiver:
+    """The receiver that has a worker's place.
 
     Args:
-        wanted: the newest version meant for it.
-        delivery: the delivery of that version.
-        since: when it was last known to do something, while it is waited for.
-        reader: the secret name of its receiver; empty before one has come.
+        name: its secret name.
+        pid: its process.
         actor: the actor that this runs in, if it runs in one.
         group: the concurrency group in which that is called; empty for a receiver that asks.
-        pid: its process.
         probed: whether the actor was asked if it lives.
-        committed: the version that its receiver has committed last.
+        answered: the newest version about which it has answered.
         calls: the calls under way.
         handed: the version that was brought to it last.
-        left: why its receiver has left; empty while there is one.
     """
 
-    wanted: Publication | None = None
-    delivery: Delivery | None = None
-    since: float = 0.0
-    reader: str = field(default="", repr=False)
-    actor: Any = None
-    group: str = ""
-    pid: int = 0
+    name: str = field(repr=False)
+    pid: int
+    actor: Any
+    group: str
     probed: bool = False
-    committed: int = 0
+    answered: int = 0
     calls: list[Any] = field(default_factory=list)
     handed: Publication | None = None
-    left: str = ""
-
-    def joined(self, event: Event) -> None:
-        """A receiver has come in its place."""
-        self.reader, self.actor, self.group = event.reader, event.actor, event.group
-        self.pid, self.probed, self.committed = event.pid, False, 0
-        self.calls, self.handed, self.left = [], None, ""
-
-    @property
-    def is_behind(self) -> bool:
-        """Return whether it may not have committed the newest version meant for it."""
-        return self.wanted is not None and self.committed < self.wanted.version
-
-    def lost(self, worker_id: int, error: BaseException | None) -> WorkerLostError | None:
-        """Return the message for a call that failed because its actor is dead; None for others.
-
-        One that Ray restarts is not gone; whether it will receive, the deadline tells.
-        """
-        if not isinstance(error, RayActorError) or isinstance(error, ActorUnavailableError):
-            return None
-        reason = str(error).strip().splitlines()[0]
-        message = f"its actor, which was process {self.pid}, is gone: {reason}"
-        return WorkerLostError(worker_id, message)
 
 
 class PullSender(SenderTransport):
@@ -131,10 +99,10 @@ class PullSender(SenderTransport):
         self._owns_cluster = owns_cluster
         self._store = store
         self._lock = threading.Lock()
-        self._lost: str | None = None
-        self._workers = {worker_id: _Worker() for worker_id in context.worker_ids}
-        self._newest_for_all: Publication | None = None
-        self._recent: deque[Publication] = deque()
+        self._roster = Roster(context.worker_ids, context.notify)
+        # By worker; one that is known to be gone is left out.
+        self._receivers: dict[int, _Receiver] = {}
+        self._recent: deque[StoredVersion] = deque()
         self._updates = 0
         self._timeout = context.timeout
         self._notify = context.notify
@@ -154,36 +122,48 @@ class PullSender(SenderTransport):
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the payload once, make the calls, and let the mailbox offer it."""
         self._cluster.check()
-        publication = self._store.put(payload)
-        deliveries = {i: Delivery(i, payload.version, payload.nbytes) for i in worker_ids}
+        return self._offer_stored(self._store.put(payload), worker_ids)
+
+    def publish(self, stored: StoredVersion, worker_ids: Sequence[int]) -> None:
+        """Send a version that was put already, and whose deliveries are not awaited."""
+        for delivery in self._offer_stored(stored, worker_ids).values():
+            delivery.watch(self._committed)
+
+    def _committed(self, delivery: Delivery, error: WorkerError | None) -> None:
+        if error is None:
+            self._notify(delivery.worker_id, Notice("acknowledged", delivery.version))
+
+    def _offer_stored(
+        self, stored: StoredVersion, worker_ids: Sequence[int]
+    ) -> dict[int, Delivery]:
+        publication = Publication(stored.version, stored.nbytes, stored)
+        calls = []
         with self._lock:
-            for worker_id, delivery in deliveries.items():
-                # Another thread may have removed it meanwhile.
-                worker = self._workers.get(worker_id)
-                if worker is None:
-                    delivery.fail(WorkerError(worker_id, _REMOVED))
-                    continue
-                worker.delivery, worker.since = delivery, time.monotonic()
-                if lost := self._lost or worker.left:
-                    delivery.fail(WorkerLostError(worker_id, lost))
-            calls = self._want(publication, worker_ids)
-        _wait_for(calls)
+            receivers = {i: self._receivers[i] for i in worker_ids if i in self._receivers}
+            # They may find an older version before.
+            behind = [i for i, receiver in receivers.items() if self._owes(i, receiver)]
+            deliveries = self._roster.publish(publication, worker_ids)
+            for worker_id, receiver in receivers.items():
+                call = self._hand(worker_id, receiver, 0.0 if worker_id in behind else _WAITING)
+                if call is not None and worker_id in behind:
+                    calls.append(call)
+            self._recent.append(stored)
+            while len(self._recent) > min(_RECENT, _RECENT_BYTES // stored.nbytes):
+                self._recent.popleft()
+            if not all(i in receivers and receivers[i].group for i in worker_ids):
+                calls.append(self._update_mailbox())
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=_INFORMING)
         # The thread may be waiting for events only; now there is a worker that may die.
         self._events.put(_nothing)
         return deliveries
-
-    def publish(self, publication: Publication, worker_ids: Sequence[int]) -> None:
-        """Send a version that was put already, without waiting for answers."""
-        with self._lock:
-            calls = self._want(publication, worker_ids)
-        _wait_for(calls)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
         del worker
         self._cluster.check()
         with self._lock:
-            self._workers[worker_id] = _Worker(wanted=self._newest_for_all)
+            self._roster.add(worker_id)
             informing = self._update_mailbox({worker_id: self._token_of(worker_id)})
         # Its receiver must find the mailbox informed.
         ray.get(informing, timeout=self._timeout)
@@ -191,11 +171,10 @@ class PullSender(SenderTransport):
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
         with self._lock:
-            worker = self._workers.pop(worker_id)
+            self._roster.remove(worker_id)
+            self._receivers.pop(worker_id, None)
             if self._cluster.connected:
                 self._update_mailbox()
-        if worker.delivery is not None:
-            worker.delivery.fail(WorkerError(worker_id, _REMOVED))
 
     def close(self) -> None:
         """Let the receivers know, and end the mailbox."""
@@ -205,58 +184,32 @@ class PullSender(SenderTransport):
             self._thread.join(_CLOSING)
 
     def _end(self) -> None:
-        connected = self._cluster.connected
-        reason = "the sender was closed" if connected else "Ray was shut down"
-        with self._lock:
-            workers = dict(self._workers)
-        for worker_id, worker in workers.items():
-            if worker.delivery is not None:
-                worker.delivery.fail(WorkerError(worker_id, reason))
-        if connected:
+        if self._cluster.connected:
             with self._lock:
-                self._workers.clear()
-                self._newest_for_all = None
+                self._roster.close()
+                self._receivers.clear()
                 self._recent.clear()
             # Receivers that ask from now on find the actor dead, which says the same.
             ray.wait([self._mailbox.close.remote()], timeout=2)
             ray.kill(self._mailbox)
+        else:
+            self._lose_all("Ray was shut down")
         if self._owns_cluster:
             self._cluster.leave()
-
-    def _want(self, publication: Publication, worker_ids: Sequence[int]) -> list[Any]:
-        """Send a version, with the lock held; return calls to wait for.
-
-        They bring it to the mailbox, and to receivers that may find an older version before.
-        """
-        workers = {i: self._workers[i] for i in worker_ids if i in self._workers}
-        calls = []
-        for worker_id, worker in workers.items():
-            behind = worker.is_behind
-            worker.wanted = publication
-            call = self._hand(worker_id, worker, 0.0 if behind else _WAITING)
-            if behind and call is not None:
-                calls.append(call)
-        if len(workers) == len(self._workers):
-            self._newest_for_all = publication
-        self._recent.append(publication)
-        while len(self._recent) > min(_RECENT, _RECENT_BYTES // publication.nbytes):
-            self._recent.popleft()
-        if not all(worker.group for worker in workers.values()):
-            calls.append(self._update_mailbox())
-        return calls
 
     def _update_mailbox(self, tokens: Mapping[int, str] | None = None) -> Any:
         """Let the mailbox know, with the lock held, of what is offered; the call."""
         self._updates += 1
-        offers = self._offers()
-        met = {worker_id: worker.reader for worker_id, worker in self._workers.items()}
-        return self._mailbox.update.remote(self._updates, offers, met, tokens)
+        met = {worker_id: receiver.name for worker_id, receiver in self._receivers.items()}
+        return self._mailbox.update.remote(self._updates, self._offers(), met, tokens)
 
     def _offers(self) -> dict[int, MailboxOffer | None]:
-        return {
-            worker_id: None if worker.wanted is None or worker.group else _offer(worker.wanted)
-            for worker_id, worker in self._workers.items()
-        }
+        offers: dict[int, MailboxOffer | None] = dict.fromkeys(self._roster.worker_ids)
+        for worker_id in offers:
+            receiver, wanted = self._receivers.get(worker_id), self._roster.wanted(worker_id)
+            if wanted is not None and not (receiver and receiver.group):
+                offers[worker_id] = _offer(wanted)
+        return offers
 
     def _listen(self) -> None:
         call = self._mailbox.events.remote()
@@ -282,21 +235,18 @@ class PullSender(SenderTransport):
 
     def _next_event(self) -> Callable[[], None] | None:
         try:
-            return self._events.get(timeout=self._next_probe())
+            return self._events.get(timeout=_PATIENCE if self._silent() else None)
         except queue.Empty:
-            return self._probe_silent_workers
+            return self._probe_silent_actors
 
     def _heard(self, future: Future[list[Event]]) -> None:
         try:
             events = future.result()
         except Exception as error:
+            reason = _first_line(error)
+            self._lose_all(f"the mailbox of its sender is gone ({reason}); make a new Sender")
             with self._lock:
-                reason = str(error).strip().splitlines()[0]
-                self._lost = f"the mailbox of its sender is gone ({reason}); make a new Sender"
-                for worker_id, worker in self._workers.items():
-                    self._notify(worker_id, Notice("lost", reason=self._lost))
-                    if worker.delivery is not None:
-                        worker.delivery.fail(WorkerLostError(worker_id, self._lost))
+                self._receivers.clear()
             return
         for event in events:
             self._handle(event)
@@ -306,97 +256,113 @@ class PullSender(SenderTransport):
         self._listen()
 
     def _handle(self, event: Event) -> None:
+        worker_id = event.worker_id
+        if event.kind == "joined":
+            self._join(event)
+            return
         with self._lock:
-            worker = self._workers.get(event.worker_id)
-            if worker is None:
+            receiver = self._receivers.get(worker_id)
+            if receiver is None or receiver.name != event.reader:
                 return
-            if event.kind == "joined":
-                worker.joined(event)
-                self._watch(event)
-                self._hand(event.worker_id, worker, _WAITING)
-                self._notify(event.worker_id, Notice("connected"))
-            delivery = worker.delivery
-            publication = worker.wanted
+            if event.answer is not None:
+                self._answered(worker_id, receiver, event.version, event.answer)
             if event.kind == "left":
-                self._left(worker, event)
-                return
-            if event.kind == "answered" and event.answer and event.answer.get("error") is None:
-                worker.committed = max(worker.committed, event.version)
-        if event.kind == "lost" and publication is not None:
-            if publication.version == event.version:
-                self._put_again(event, worker, publication)
-        elif event.kind == "answered" and delivery is not None:
-            delivery.settle(event.answer)
-        elif event.kind == "answered" and event.answer and event.answer.get("error") is None:
-            self._notify(event.worker_id, Notice("acknowledged", event.version))
+                self._lost(worker_id, receiver, f"{event.reason} (process {receiver.pid})")
+        if event.kind == "lost":
+            self._put_again(worker_id, receiver, event)
 
-    def _watch(self, event: Event) -> None:
-        """Note the end of the process of a receiver that has joined."""
-        worker_id, reader = event.worker_id, event.reader
+    def _join(self, event: Event) -> None:
+        """Let a receiver take its worker's place, bring it the newest version, and watch it."""
+        worker_id = event.worker_id
+        receiver = _Receiver(event.reader, event.pid, event.actor, event.group)
+        with self._lock:
+            if not self._roster.connected(worker_id, receiver.name):
+                return
+            self._receivers[worker_id] = receiver
+            self._hand(worker_id, receiver, _WAITING)
         liveness.on_end(
-            event.token, lambda: self._events.put(lambda: self._ended(worker_id, reader))
+            event.token, lambda: self._events.put(lambda: self._ended(worker_id, receiver))
         )
 
-    def _ended(self, worker_id: int, reader: str) -> None:
+    def _ended(self, worker_id: int, receiver: _Receiver) -> None:
+        """Note the end of a receiver's process."""
+        reason = f"its process {receiver.pid} has ended"
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is None or worker.reader != reader or worker.left:
+            if self._receivers.get(worker_id) is not receiver:
                 return
-            reason = f"its process {worker.pid} has ended"
-            self._notify(worker_id, Notice("lost", reason=reason))
-            # Another receiver may come where Ray restarts the actor, which a probe tells.
-            if worker.actor is None:
-                worker.left = reason
-                if worker.delivery is not None:
-                    worker.delivery.fail(WorkerLostError(worker_id, reason))
+            if receiver.actor is None:
+                self._lost(worker_id, receiver, reason)
+            else:
+                # Another receiver may come where Ray restarts the actor, which a probe tells.
+                lost = WorkerLostError(worker_id, reason)
+                self._roster.failed(worker_id, receiver.name, 0, lost)
 
-    def _left(self, worker: _Worker, event: Event) -> None:
-        """Fail what the worker has not answered; its receiver was closed."""
-        delivery = worker.delivery
-        if delivery is not None and event.answer is not None:
-            delivery.settle(event.answer)
-        worker.left = f"{event.reason} (process {worker.pid})"
-        self._notify(event.worker_id, Notice("lost", reason=worker.left))
-        if delivery is not None:
-            delivery.fail(WorkerLostError(event.worker_id, worker.left))
+    def _lost(self, worker_id: int, receiver: _Receiver, reason: str) -> None:
+        """Forget a receiver that is gone, with the lock held."""
+        self._roster.lost(worker_id, receiver.name, reason)
+        if self._receivers.get(worker_id) is receiver:
+            del self._receivers[worker_id]
 
-    def _hand(self, worker_id: int, worker: _Worker, patience: float) -> Any | None:
-        """Call a worker with its newest version, with the lock held.
+    def _lose_all(self, reason: str) -> None:
+        """Report every worker as lost, also one that has not connected."""
+        with self._lock:
+            for worker_id in self._roster.worker_ids:
+                receiver = self._receivers.get(worker_id)
+                self._roster.lost(worker_id, None if receiver is None else receiver.name, reason)
+
+    def _died(self, worker_id: int, receiver: _Receiver, error: BaseException | None) -> bool:
+        """Return whether a call failed because its actor is dead, which the worker is then, too.
+
+        An actor that Ray restarts is not dead; whether it will receive, the deadline tells.
+        """
+        if not isinstance(error, RayActorError) or isinstance(error, ActorUnavailableError):
+            return False
+        reason = f"its actor, which was process {receiver.pid}, is gone: {_first_line(error)}"
+        self._lost(worker_id, receiver, reason)
+        return True
+
+    def _answered(
+        self, worker_id: int, receiver: _Receiver, version: int, answer: Mapping[str, Any]
+    ) -> None:
+        receiver.answered = max(receiver.answered, version)
+        self._roster.answered(worker_id, receiver.name, answer)
+
+    def _hand(self, worker_id: int, receiver: _Receiver, patience: float) -> Any | None:
+        """Call a receiver with the newest version for its worker, with the lock held.
 
         Args:
-            worker_id: its id.
-            worker: the worker.
+            worker_id: the worker.
+            receiver: its receiver.
             patience: how long the call waits for the answer, in seconds.
 
         Returns:
-            The call; None for a worker that asks, has it, or has two calls under way, the first
+            The call; None for a receiver that asks, has it, or has two calls under way, the first
             of which to return makes this one.
         """
-        publication, reader = worker.wanted, worker.reader
-        if not worker.group or publication is None or self._lost is not None:
+        publication = self._roster.wanted(worker_id)
+        if not receiver.group or publication is None or receiver.handed is publication:
             return None
-        if worker.handed is publication:
-            return None
-        if len(worker.calls) == _CALLS:
+        if len(receiver.calls) == _CALLS:
             # One may have returned, and its event not be handled yet.
-            _, worker.calls = ray.wait(worker.calls, num_returns=_CALLS, timeout=0)
-        if len(worker.calls) == _CALLS:
+            _, receiver.calls = ray.wait(receiver.calls, num_returns=_CALLS, timeout=0)
+        if len(receiver.calls) == _CALLS:
             return None
-        call: Any = worker.actor.__ray_call__.options(concurrency_group=worker.group)
+        call: Any = receiver.actor.__ray_call__.options(concurrency_group=receiver.group)
         try:
             # One argument instead of three: to serialise each separately takes longer.
-            made = call.remote(partial(hand, reader, _offer(publication), patience))
+            made = call.remote(partial(hand, receiver.name, _offer(publication), patience))
         except PendingCallsLimitExceeded:
-            if worker.delivery is not None:
-                refused = "its actor takes no more calls; give it more max_pending_calls"
-                worker.delivery.fail(WorkerError(worker_id, refused))
+            refused = "its actor takes no more calls; give it more max_pending_calls"
+            self._failed(worker_id, receiver, publication, refused)
             return None
-        worker.calls, worker.handed = [*worker.calls, made], publication
+        receiver.calls, receiver.handed = [*receiver.calls, made], publication
 
         def returned(answer: Future[Any]) -> None:
             # No receiver of a removed worker reads the event, which would hold the version.
-            if self._workers.get(worker_id) is worker:
-                self._events.put(lambda: self._handed(worker_id, reader, publication, made, answer))
+            if self._receivers.get(worker_id) is receiver:
+                self._events.put(
+                    lambda: self._handed(worker_id, receiver, publication, made, answer)
+                )
 
         made.future().add_done_callback(returned)
         return made
@@ -404,94 +370,92 @@ class PullSender(SenderTransport):
     def _handed(
         self,
         worker_id: int,
-        reader: str,
+        receiver: _Receiver,
         publication: Publication,
         call: Any,
         returned: Future[Any],
     ) -> None:
         error = returned.exception()
         with self._lock:
-            worker = self._workers.get(worker_id)
-            if worker is None or worker.reader != reader:
+            if self._receivers.get(worker_id) is not receiver:
                 return
-            worker.calls = [other for other in worker.calls if other != call]
-            failure: WorkerError | None = worker.lost(worker_id, error)
-            if failure is None and error is not None and worker.handed is publication:
-                if isinstance(error, ActorUnavailableError):
-                    # Ray holds the next call back until the actor is there again.
-                    worker.handed = None
-                else:
-                    failure = WorkerError(worker_id, f"could not run the call: {error}")
-            if failure is None:
-                self._hand(worker_id, worker, _WAITING)
-        if failure is not None and worker.delivery is not None:
-            worker.delivery.fail(failure)
-        elif error is None and (answer := returned.result()) is not None:
-            self._handle(Event("answered", worker_id, publication.version, answer))
+            receiver.calls = [other for other in receiver.calls if other != call]
+            if self._died(worker_id, receiver, error):
+                return
+            if isinstance(error, ActorUnavailableError) and receiver.handed is publication:
+                # Ray holds the next call back until the actor is there again.
+                receiver.handed = None
+            elif error is not None:
+                self._failed(worker_id, receiver, publication, f"could not run the call: {error}")
+            elif (answer := returned.result()) is not None:
+                self._answered(worker_id, receiver, publication.version, answer)
+            self._hand(worker_id, receiver, _WAITING)
 
-    def _put_again(self, event: Event, worker: _Worker, publication: Publication) -> None:
+    def _failed(
+        self, worker_id: int, receiver: _Receiver, publication: Publication, reason: str
+    ) -> None:
+        error = WorkerError(worker_id, reason)
+        self._roster.failed(worker_id, receiver.name, publication.version, error)
+
+    def _put_again(self, worker_id: int, receiver: _Receiver, event: Event) -> None:
+        publication = self._roster.wanted(worker_id)
+        if publication is None or publication.version != event.version:
+            return
         try:
-            reason = None if publication.put_again(event.data) else "too often"
+            reason = None if publication.content.put_again(event.data) else "too often"
         except Exception as error:
             reason = str(error) or repr(error)
-        if reason is None:
-            with self._lock:
-                worker.handed = None
-                self._hand(event.worker_id, worker, _WAITING)
-                self._update_mailbox()
-        elif worker.delivery is not None:
-            message = f"the object with version {event.version} was lost: {reason}"
-            worker.delivery.fail(WorkerError(event.worker_id, message))
-
-    def _silent(self) -> list[tuple[int, _Worker]]:
         with self._lock:
-            return [
-                (worker_id, worker)
-                for worker_id, worker in self._workers.items()
-                if worker.actor is not None
-                and not worker.probed
-                and worker.delivery is not None
-                and not worker.delivery.wait(0)
-            ]
+            if reason is None:
+                receiver.handed = None
+                self._hand(worker_id, receiver, _WAITING)
+                self._update_mailbox()
+            else:
+                lost = f"the object with version {event.version} was lost: {reason}"
+                self._failed(worker_id, receiver, publication, lost)
 
-    def _next_probe(self) -> float | None:
-        waits = [worker.since + _PATIENCE - time.monotonic() for _, worker in self._silent()]
-        return max(0.0, min(waits)) if waits else None
+    def _silent(self) -> dict[int, _Receiver]:
+        """Return the receivers in actors that have not answered, and are not being probed."""
+        with self._lock:
+            return {
+                worker_id: receiver
+                for worker_id, receiver in self._receivers.items()
+                if receiver.actor is not None
+                and not receiver.probed
+                and self._owes(worker_id, receiver)
+            }
 
-    def _probe_silent_workers(self) -> None:
+    def _owes(self, worker_id: int, receiver: _Receiver) -> bool:
+        """Return whether a receiver has not answered about the newest version for its worker."""
+        return self._roster.wanted(worker_id, after=receiver.answered) is not None
+
+    def _probe_silent_actors(self) -> None:
         # The call waits until the actor has time for it, or fails at once when there is none.
-        for worker_id, worker in self._silent():
-            if time.monotonic() < worker.since + _PATIENCE:
-                continue
-            worker.since = time.monotonic()
+        for worker_id, receiver in self._silent().items():
             try:
-                probe = worker.actor.__ray_ready__.remote()
+                probe = receiver.actor.__ray_ready__.remote()
             except PendingCallsLimitExceeded:
                 continue  # it takes no more calls now; later, perhaps
-            worker.probed = True
+            receiver.probed = True
             probe.future().add_done_callback(
-                lambda future, i=worker_id, w=worker, a=worker.actor: self._events.put(
-                    lambda: self._probed(i, w, a, future)
+                lambda future, i=worker_id, r=receiver: self._events.put(
+                    lambda: self._probed(i, r, future)
                 )
             )
 
-    def _probed(self, worker_id: int, worker: _Worker, actor: Any, future: Future[Any]) -> None:
-        if worker.actor is not actor:
-            return
-        worker.probed = False
-        worker.since = time.monotonic()
-        lost = worker.lost(worker_id, future.exception())
-        if lost is not None and worker.delivery is not None:
-            worker.delivery.fail(lost)
+    def _probed(self, worker_id: int, receiver: _Receiver, future: Future[Any]) -> None:
+        receiver.probed = False
+        with self._lock:
+            self._died(worker_id, receiver, future.exception())
 
 
 def _offer(publication: Publication) -> MailboxOffer:
-    return MailboxOffer(publication.version, publication.digest, publication.data)
+    stored: StoredVersion = publication.content
+    return MailboxOffer(publication.version, stored.digest, stored.data)
 
 
-def _wait_for(calls: list[Any]) -> None:
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=_INFORMING)
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from sync_core.errors import PayloadError
 from sync_plugin_ray import liveness
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.inbox import Inbox
-from sync_plugin_ray.mailbox import Event, Gone, MailboxOffer
+from sync_plugin_ray.mailbox import Event, EventKind, Gone, MailboxOffer
 from sync_plugin_ray.store import LOST, read
 
 # A call of the mailbox itself takes about a millisecond.
@@ -59,14 +59,8 @@ class MailboxReceiver(ReceiverTransport):
         self._cluster = Cluster()
         self._token = liveness.make_token(self._mailbox)
         try:
-            came = Event(
-                "joined",
-                context.worker_id,
-                reader=self._reader,
-                actor=actor,
-                group=self._group,
-                pid=os.getpid(),
-                token=self._token,
+            came = self._event(
+                "joined", actor=actor, group=self._group, pid=os.getpid(), token=self._token
             )
             refusal = self._get(
                 self._mailbox.join.remote(context.worker_token(), came), context.timeout
@@ -92,7 +86,7 @@ class MailboxReceiver(ReceiverTransport):
                 data = self._fetch(offer, max(_left(deadline), self._timeout))
             except LOST:
                 # The sender puts it again, unless it has died, of which asking tells.
-                self._tell(Event("lost", self._worker_id, offer.version, data=offer.data))
+                self._tell(self._event("lost", offer.version, data=offer.data))
                 time.sleep(0.05)
                 if time.monotonic() < deadline + self._timeout:
                     continue
@@ -109,7 +103,7 @@ class MailboxReceiver(ReceiverTransport):
         self._answered = answer
         if self._inbox.answer(answer):
             return
-        event = Event("answered", self._worker_id, answer.version, answer.to_message())
+        event = self._event("answered", answer.version, answer=answer.to_message())
         if self._watch is None:
             self._check()
             self._watch = self._ask_for_news(event)
@@ -122,12 +116,10 @@ class MailboxReceiver(ReceiverTransport):
         With the last answer, as Ray may run this call before the one that brings it.
         """
         last = self._answered
-        event = Event(
-            "left",
-            self._worker_id,
-            0 if last is None else last.version,
-            None if last is None else last.to_message(),
-            reason=reason,
+        event = (
+            self._event("left", reason=reason)
+            if last is None
+            else self._event("left", last.version, answer=last.to_message(), reason=reason)
         )
         with suppress(SenderLostError):
             self._tell(event)
@@ -194,9 +186,12 @@ class MailboxReceiver(ReceiverTransport):
             self.acknowledge(Answer(version=offer.version, error=late))
             raise PayloadError(late) from error
 
+    def _event(self, kind: EventKind, version: int = 0, **said: Any) -> Event:
+        return Event(kind, self._worker_id, version, reader=self._reader, **said)
+
     def _tell(self, event: Event) -> None:
         self._check()
-        self._mailbox.answer.remote(event, self._reader)
+        self._mailbox.answer.remote(event)
 
     def _check(self) -> None:
         if not self._cluster.connected:

@@ -139,7 +139,7 @@ LOST = (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
 _INLINE = 1 << 16
 
 
-class Publication:
+class StoredVersion:
     """One version, in a form that every worker is given alike.
 
     Args:
@@ -211,7 +211,7 @@ class ObjectStore:
                 "ray start --object-store-memory=…, or use a layer such as 'bf16'"
             )
 
-    def put(self, payload: Payload) -> Publication:
+    def put(self, payload: Payload) -> StoredVersion:
         """Pack a payload and put it.
 
         Raises:
@@ -226,7 +226,7 @@ class ObjectStore:
             data = [np.concatenate(list(chain(*stretches))).tobytes()]
         else:
             data = _put_all(stretches, None)
-        return Publication(
+        return StoredVersion(
             payload.version, payload.layout.digest, payload.nbytes, data, self._tensor_transport
         )
 
