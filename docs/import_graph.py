@@ -27,11 +27,19 @@ UPWARDS: Mapping[tuple[str, str], str] = {
 
 
 class Import(NamedTuple):
-    """A module that names another in a string: in a lazy table, or for `import_module`."""
+    """An import of a module, or of a name of one.
+
+    Args:
+        importer: the module that imports.
+        imported: the module that is imported.
+        line: the line of the import.
+        name: what is imported of it; "" for the module.
+    """
 
     importer: str
     imported: str
     line: int
+    name: str = ""
 
 
 def configuration() -> dict[str, Any]:
@@ -49,7 +57,7 @@ def layers(name: str) -> list[list[str]]:
 def graph() -> grimp.ImportGraph:
     """Return the graph of imports, to which those named in strings are added."""
     found = _statements()
-    for importer, imported, line in _named_in_strings(found.modules):
+    for importer, imported, line, _ in _named_in_strings(found.modules):
         if not found.direct_import_exists(importer=importer, imported=imported):
             found.add_import(
                 importer=importer, imported=imported, line_number=line, line_contents="lazy"
@@ -60,6 +68,17 @@ def graph() -> grimp.ImportGraph:
 def lazy_imports() -> set[Import]:
     """Return the imports that are named in strings."""
     return set(_named_in_strings(_statements().modules))
+
+
+def imported_names() -> Iterator[Import]:
+    """Return the imports in statements, each name by itself, those for type checkers included."""
+    for module, path in _files({*_statements().modules}):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from (Import(module, each.name, node.lineno) for each in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = (each.name for each in node.names)
+                yield from (Import(module, node.module, node.lineno, name) for name in names)
 
 
 def _statements() -> grimp.ImportGraph:

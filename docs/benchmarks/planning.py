@@ -20,7 +20,7 @@ from sync_core import Address, Layout
 from sync_core.models import Region
 from sync_plugin_scale import Part, Sharded, join_addresses
 from sync_plugin_scale.shards.endpoint import HeldTensor, Holding, RankEndpoint, ShardEndpoint
-from sync_plugin_scale.shards.plan import plan, size_of
+from sync_plugin_scale.shards.plan import plan_parts, size_of
 from sync_plugin_scale.shards.receiver import join
 
 MATRICES = 400
@@ -98,7 +98,7 @@ def measure(ranks: int, workers: int) -> tuple[float, float, int]:
         for name, region in rows_of(rank, ranks).items():
             held[name].append((rank, region))
     wanted = columns_of(0, workers)
-    parts = plan(held, wanted)
+    parts = plan_parts(held, wanted)
     for name, region in wanted.items():
         if sum(size_of(part.region) for part in parts[name]) != size_of(region):
             raise RuntimeError(f"the parts of {name} do not add up")
@@ -111,7 +111,7 @@ def measure(ranks: int, workers: int) -> tuple[float, float, int]:
     def join_all() -> None:
         join(join_addresses(every), Part(model, wanted))
 
-    return time_of(plan, held, wanted), time_of(join_all), sum(map(len, parts.values()))
+    return time_of(plan_parts, held, wanted), time_of(join_all), sum(map(len, parts.values()))
 
 
 def main() -> None:

@@ -14,8 +14,12 @@ LAZY = (
     "sync_core",
     "sync_core.models",
     "sync_core.transports",
+    "sync_plugin_scale",
+    "sync_plugin_scale.increments",
+    "sync_plugin_scale.shards",
     "sync_plugin_std.local",
     "sync_plugin_std.workers",
+    "sync_plugin_store",
     "sync_tools",
 )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sync_core import Layout, OptionError, Payload
 from sync_plugin_scale import Increments
-from sync_plugin_scale.increments.history import History, Packed
+from sync_plugin_scale.increments.history import IncrementHistory, PackedVersion
 from sync_plugin_scale.increments.patch import Patch
 
 KINDS = {
@@ -33,7 +33,7 @@ class Model:
             name: torch.zeros(SHAPES[name], dtype=dtype) for name, dtype in KINDS.items()
         }
         self.versions: dict[int, dict[str, Tensor]] = {}
-        self.history = History(below=0.3)
+        self.history = IncrementHistory(below=0.3)
         # Versions before these have another layout, were forgotten, or differ everywhere.
         self.base_from = self.known_from = 1
 
@@ -57,10 +57,10 @@ class Model:
         if not keep:
             self.known_from = version
 
-    def packed(self, version: int) -> Packed:
+    def packed(self, version: int) -> PackedVersion:
         weights = self.versions[version]
         layout = Layout.of(weights)
-        packed = Packed.allocate(layout)
+        packed = PackedVersion.allocate(layout)
         packed.pack(Payload(version, layout, [weights[spec.name] for spec in layout.specs]))
         return packed
 

@@ -20,11 +20,11 @@ from sync_core.errors import LayoutMismatchError
 from sync_core.models import Region
 from sync_plugin_scale.shards.plan import (
     intersect,
-    plan,
+    plan_parts,
     shape_of,
     size_of,
     subtract,
-    whole,
+    whole_region,
     write_region,
 )
 
@@ -66,7 +66,7 @@ def elements(region: Region) -> set[tuple[int, ...]]:
 @given(problems())
 def test_each_wanted_element_comes_from_one_rank_that_holds_it(problem: Problem) -> None:
     held, wanted, destination = problem
-    for name, parts in plan(held, wanted, destination=destination).items():
+    for name, parts in plan_parts(held, wanted, destination=destination).items():
         taken = [element for part in parts for element in elements(part.region)]
         assert sorted(taken) == sorted(elements(wanted[name])) or not size_of(wanted[name])
         assert len(taken) == len(set(taken))
@@ -79,7 +79,7 @@ def test_each_wanted_element_comes_from_one_rank_that_holds_it(problem: Problem)
 @given(problems())
 def test_torch_plans_the_same_once_its_duplicates_are_left_out(problem: Problem) -> None:
     held, wanted, _ = problem
-    for name, parts in plan(held, wanted).items():
+    for name, parts in plan_parts(held, wanted).items():
         if not size_of(wanted[name]):
             continue
         boxes = list(dict.fromkeys(region for _, region in held[name] if size_of(region)))
@@ -125,10 +125,10 @@ def test_a_gap_is_named(problem: Problem, data: st.DataObject) -> None:
     held[name] = [(rank, region) for rank, region in held[name] if region != gone]
     common = intersect(gone, wanted[name])
     if not size_of(gone) or common is None:
-        assert name in plan(held, wanted)
+        assert name in plan_parts(held, wanted)
         return
     with pytest.raises(LayoutMismatchError) as caught:
-        plan(held, wanted, destination=destination)
+        plan_parts(held, wanted, destination=destination)
     text = str(caught.value)
     assert f"{name!r}: {write_region(wanted[name])} is wanted" in text
     assert "no rank holds" in text
@@ -137,17 +137,17 @@ def test_a_gap_is_named(problem: Problem, data: st.DataObject) -> None:
 def test_regions_that_overlap_are_refused_and_named() -> None:
     held = {"w": [(0, ((0, 3), (0, 2))), (1, ((2, 4), (0, 2)))]}
     with pytest.raises(LayoutMismatchError, match=r"rank 0 holds \[0:3, 0:2\] and rank 1 holds"):
-        plan(held, {"w": whole((4, 2))})
+        plan_parts(held, {"w": whole_region((4, 2))})
 
 
 def test_a_tensor_that_no_rank_holds_is_named() -> None:
     with pytest.raises(LayoutMismatchError, match=r"'head\.weight' is held by no rank"):
-        plan({}, {"head.weight": ((0, 2),)})
+        plan_parts({}, {"head.weight": ((0, 2),)})
 
 
 def test_another_number_of_dimensions_is_named() -> None:
     with pytest.raises(LayoutMismatchError, match="'w' has 1 dimensions on rank 3, and 2 where"):
-        plan({"w": [(3, ((0, 4),))]}, {"w": whole((2, 2))})
+        plan_parts({"w": [(3, ((0, 4),))]}, {"w": whole_region((2, 2))})
 
 
 def test_replicas_send_equally_much() -> None:
@@ -158,7 +158,7 @@ def test_replicas_send_equally_much() -> None:
     }
     sent = dict.fromkeys(range(4), 0)
     for worker in range(4):
-        parts = plan(held, {name: whole((8, 8)) for name in held}, destination=worker)
+        parts = plan_parts(held, {name: whole_region((8, 8)) for name in held}, destination=worker)
         here = dict.fromkeys(range(4), 0)
         for found in parts.values():
             for source, region in found:
@@ -170,5 +170,7 @@ def test_replicas_send_equally_much() -> None:
 
 def test_equal_workers_begin_with_different_replicas() -> None:
     held = {"w": [(0, ((0, 4),)), (1, ((0, 4),))]}
-    first, second = (plan(held, {"w": ((0, 4),)}, destination=i)["w"][0].source for i in (0, 1))
+    first, second = (
+        plan_parts(held, {"w": ((0, 4),)}, destination=i)["w"][0].source for i in (0, 1)
+    )
     assert first != second

@@ -10,7 +10,7 @@ import pytest
 
 from sync_core import Layout, ReceiverTransport, SenderTransport, TransportContext, hookimpl
 from sync_core.transports import unheard
-from sync_plugin_scale.increments.history import Packed
+from sync_plugin_scale.increments.history import PackedVersion
 from sync_plugin_scale.increments.patch import Patch, positions_of
 from sync_plugin_scale.increments.receiver import IncrementalReceiver
 from sync_plugin_scale.increments.sender import IncrementalSender
@@ -56,8 +56,8 @@ class IgnoresTheBase(Mutant):
     owner, name = IncrementalReceiver, "_apply"
 
     @staticmethod
-    def method(this: Any, patch: Patch) -> Packed:
-        kept: Packed = this._kept or Packed.allocate(_layouts[patch.digest])
+    def method(this: Any, patch: Patch) -> PackedVersion:
+        kept: PackedVersion = this._kept or PackedVersion.allocate(_layouts[patch.digest])
         _layouts[patch.digest] = kept.layout
         kept.body[positions_of(patch.gaps)] = patch.values
         return kept

@@ -17,7 +17,7 @@ from sync_collector.envs import CountingEnv
 from sync_collector.episodes import PER_WORKER
 from sync_core import ClosedError, ModelError, PendingSend, RemoteCallError, SendReport, WorkerGroup
 from sync_plugin_std.workers import choose_group
-from sync_testing.cases import Conformance
+from sync_testing import Conformance
 
 __all__ = ["CollectorConformance", "FrameList", "Scale", "long_episodes", "values"]
 

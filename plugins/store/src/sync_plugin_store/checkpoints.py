@@ -16,13 +16,13 @@ from sync_core import Layout, OptionError, TensorSpec, Update
 from sync_core.errors import PayloadError
 from sync_core.models import Binding, check_match, tensors_of_rank
 from sync_plugin_scale import Part
-from sync_plugin_scale.shards.plan import whole
+from sync_plugin_scale.shards import is_divided, whole_region
 from sync_plugin_store.chunks import Chunk, Chunks, cuts_of
 from sync_plugin_store.errors import ReplacedError, StoreError
 from sync_plugin_store.format import Piece
 from sync_plugin_store.holdings import Wanted
 from sync_plugin_store.objects import MAX_HEADER_BYTES, Objects, Patience, Validator, open_objects
-from sync_plugin_store.parts import Parts, Plan, Range, is_divided, parts_of
+from sync_plugin_store.parts import Parts, Plan, Range, parts_of
 
 __all__ = ["load_checkpoint"]
 
@@ -101,7 +101,7 @@ def _read(files: _Files, model: Any) -> tuple[Layout, Any, dict[str, Tensor]]:
     if is_divided(model):
         parts, target, _ = parts_of(model, layout, cast=True)
     else:
-        every = (Wanted(s.name, s.name, whole(s.shape), s.shape) for s in layout.specs)
+        every = (Wanted(s.name, s.name, whole_region(s.shape), s.shape) for s in layout.specs)
         parts = Parts(tuple(every), layout)
         if model is not None:
             # Says what does not fit before anything is read.

@@ -17,8 +17,14 @@ from sync_core import Layout
 from sync_core.errors import LayoutMismatchError, PayloadError
 from sync_core.models import Region
 from sync_plugin_scale import Holding
-from sync_plugin_scale.shards.plan import plan, shape_of, shifted, size_of, whole
-from sync_plugin_scale.shards.whole_model import WholeModel
+from sync_plugin_scale.shards import (
+    WholeModel,
+    plan_parts,
+    shape_of,
+    shifted,
+    size_of,
+    whole_region,
+)
 
 __all__ = [
     "Copy",
@@ -89,7 +95,9 @@ class JoinedHoldings:
 
     def everything(self) -> tuple[Wanted, ...]:
         """Return what a reader of all tensors wants."""
-        return tuple(Wanted(s.name, s.name, whole(s.shape), s.shape) for s in self.layout.specs)
+        return tuple(
+            Wanted(s.name, s.name, whole_region(s.shape), s.shape) for s in self.layout.specs
+        )
 
     def copies(self, wanted: Sequence[Wanted]) -> list[Copy]:
         """Return where the parts of what a reader wants lie.
@@ -101,7 +109,7 @@ class JoinedHoldings:
             LayoutMismatchError: the version does not have that.
         """
         held = {each.view: self._model.held(each.name) for each in wanted}
-        found = plan(held, {each.view: each.region for each in wanted})
+        found = plan_parts(held, {each.view: each.region for each in wanted})
         copies = []
         for position, each in enumerate(wanted):
             offset = [-start for start, _ in each.region]

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
-from sync_core import Layout, Payload, TensorSpec
+from sync_core import Payload
 from sync_core.errors import PayloadError
 from sync_plugin_scale import Increments
-from sync_plugin_scale.increments.history import History, Packed, described
-from sync_plugin_scale.increments.patch import INCREMENT, Patch
+from sync_plugin_scale.increments import IncrementHistory, PackedVersion, Patch
 from sync_plugin_store.format import Manifest
 
 __all__ = ["IncrementReader", "IncrementWriter"]
-
-_KIND = (INCREMENT, torch.uint8)
 
 
 class IncrementWriter:
@@ -32,7 +27,7 @@ class IncrementWriter:
 
     def __init__(self, anchor_every: int) -> None:
         self._every = anchor_every
-        self._history = History(Increments.below, checked=False)
+        self._history = IncrementHistory(Increments.below, checked=False)
         # The newest version that was published, the digest of its manifest, and how many since the
         # anchor, with it.
         self._published, self._digest = 0, ""
@@ -54,10 +49,7 @@ class IncrementWriter:
             digest = write(payload)
             self._count = 1
         else:
-            tensor = patch.to_tensor()
-            layout = Layout((TensorSpec(INCREMENT, torch.uint8, tuple(tensor.shape), 0),))
-            increment = Payload(patch.version, layout, (tensor,), base=patch.base)
-            digest = write(increment, self._digest)
+            digest = write(patch.to_payload(), self._digest)
             self._count += 1
         self._published, self._digest = payload.version, digest
         self._history.forget(self._published, self._published)
@@ -72,7 +64,7 @@ class IncrementReader:
     """
 
     def __init__(self) -> None:
-        self._kept: Packed | None = None
+        self._kept: PackedVersion | None = None
         #: The digest of the manifest of the version that is kept; "" for none.
         self.digest = ""
         # Whether what is kept is read by the caller, so that it must not change.
@@ -106,17 +98,18 @@ class IncrementReader:
     def _copy(self, manifest: Manifest, payload: Payload) -> None:
         kept, self._kept, self.digest = self._kept, None, ""
         if kept is None or self._lent or kept.layout != payload.layout:
-            kept, self._lent = Packed.allocate(payload.layout), False
+            kept, self._lent = PackedVersion.allocate(payload.layout), False
         kept.pack(payload)
         self._kept, self.digest = kept, manifest.digest
 
     def _apply(self, manifest: Manifest, payload: Payload) -> Payload:
         """Apply an increment to what is kept."""
         kept, digest, self._kept, self.digest = self._kept, self.digest, None, ""
-        specs = payload.layout.specs
-        if kept is None or len(specs) != 1 or (specs[0].name, specs[0].dtype) != _KIND:
-            raise PayloadError(f"version {manifest.version} is not an increment of another")
-        patch = Patch.from_tensor(payload.tensors[0], kept.body.nbytes)
+        if kept is None:
+            raise PayloadError(
+                f"version {manifest.version} is an increment, and its base is not here"
+            )
+        patch = Patch.from_payload(payload, kept.body.nbytes)
         numbers = patch.base, patch.version
         if numbers != (manifest.base, manifest.version) or manifest.base_digest != digest:
             raise PayloadError(
@@ -131,19 +124,17 @@ class IncrementReader:
         self._kept, self.digest = kept, manifest.digest
         return self._lend(kept, payload)
 
-    def _lend(self, kept: Packed, payload: Payload) -> Payload:
+    def _lend(self, kept: PackedVersion, payload: Payload) -> Payload:
         self._lent = True
 
         def release() -> None:
             if self._kept is kept:
                 self._lent = False
 
-        # Without the description, which lies after the tensors.
-        tensors = kept.block.views(described(kept.layout))[:-1]
         return Payload(
             payload.version,
             kept.layout,
-            tensors,
+            kept.tensors,
             release,
             payload.known_at,
             payload.stage_seconds,

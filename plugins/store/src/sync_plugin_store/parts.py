@@ -20,13 +20,20 @@ import torch
 from torch import Tensor
 
 from sync_core import Layout, TensorSpec
-from sync_core.errors import LayoutMismatchError, ModelError, PayloadError
-from sync_core.models import Region, tensors_of_rank
+from sync_core.errors import LayoutMismatchError, PayloadError
+from sync_core.models import Region
 from sync_core.transports import Block
-from sync_plugin_scale import HeldTensor, Holding, Part
-from sync_plugin_scale.shards.local import RegionViews, is_distributed
-from sync_plugin_scale.shards.plan import intersect, shape_of, size_of, whole, write_region
-from sync_plugin_scale.shards.whole_model import WholeModel, has_extra_state, wanted_regions
+from sync_plugin_scale import HeldTensor, Holding
+from sync_plugin_scale.shards import (
+    RegionViews,
+    WholeModel,
+    intersect,
+    shape_of,
+    size_of,
+    wanted_regions,
+    whole_region,
+    write_region,
+)
 from sync_plugin_store.chunks import Chunk, Chunks, read_chunks
 from sync_plugin_store.format import Manifest
 from sync_plugin_store.holdings import Copy, JoinedHoldings, Wanted
@@ -36,7 +43,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-__all__ = ["PartFetch", "Parts", "Plan", "Range", "Source", "is_divided", "parts_of"]
+__all__ = ["PartFetch", "Parts", "Plan", "Range", "Source", "parts_of"]
 
 # Shorter runs of a tensor's bytes are read with what lies between them, in bytes: each would be a
 # request.
@@ -58,29 +65,11 @@ class Parts:
     layout: Layout
 
 
-def is_divided(model: Any) -> bool:
-    """Return whether a receiver's model has parts of the trainer's tensors.
-
-    Example:
-        >>> is_divided(torch.nn.Linear(2, 1)), is_divided(Part(torch.nn.Linear(2, 1)))
-        (False, True)
-    """
-    if isinstance(model, Part):
-        return True
-    if model is None or isinstance(model, str) or "torch.distributed.tensor" not in sys.modules:
-        return False
-    try:
-        return any(map(is_distributed, tensors_of_rank(model, "state_dict").values()))
-    except ModelError:
-        # Of several models by name, or of references; what reads them says what is wrong.
-        return False
-
-
 def parts_of(model: Any, layout: Layout, *, cast: bool) -> tuple[Parts, RegionViews, Layout]:
     """Return what a model wants of each version, views of its tensors, and the layout of those.
 
     Args:
-        model: see `is_divided`.
+        model: one of which `sync_plugin_scale.shards.is_divided` is true.
         layout: of the trainer's model.
         cast: whether floating-point tensors may have other dtypes.
 
@@ -88,19 +77,17 @@ def parts_of(model: Any, layout: Layout, *, cast: bool) -> tuple[Parts, RegionVi
         LayoutMismatchError: the model does not fit the trainer's.
         ModelError: the model cannot be read.
     """
-    # Raises for extra state, which has no parts.
-    has_extra_state(model)
-    held = (HeldTensor(s.name, s.dtype, whole(s.shape), s.shape) for s in layout.specs)
+    held = (HeldTensor(s.name, s.dtype, whole_region(s.shape), s.shape) for s in layout.specs)
     trainer = WholeModel([Holding(0, 1, tuple(held), layout.aliases)])
     wanted, views, kinds = [], {}, []
     for name, region in wanted_regions(model, trainer, cast=cast).items():
         spec = layout.specs[layout.index[name]]
-        if intersect(region, whole(spec.shape)) != region:
+        if intersect(region, whole_region(spec.shape)) != region:
             raise LayoutMismatchError(
                 f"{name!r} is {list(spec.shape)} in the weights, and the model wants "
                 f"{write_region(region)} of it"
             )
-        view = name if region == whole(spec.shape) else name + write_region(region)
+        view = name if region == whole_region(spec.shape) else name + write_region(region)
         wanted.append(Wanted(view, spec.name, region, spec.shape))
         views[view] = (name, region)
         kinds.append((view, spec.dtype, shape_of(region)))
@@ -260,7 +247,7 @@ class Plan:
         layout = sources[first].layout
         extras = layout.specs[len(layout.plain.specs) :]
         for position, spec in enumerate(extras, len(kinds)):
-            region = whole(spec.shape)
+            region = whole_region(spec.shape)
             found.append((Copy(position, first, spec.name, spec.shape, region, region), spec))
         every = [*kinds, *((spec.name, spec.dtype, spec.shape) for spec in extras)]
         #: The layout of what is read.
@@ -307,7 +294,7 @@ class Plan:
                 raise _missing(spec, each)
             shape = shape_of(each.region)
             kinds.append((each.view, spec.dtype, shape))
-            copies.append(Copy(number, 0, spec.name, spec.shape, each.region, whole(shape)))
+            copies.append(Copy(number, 0, spec.name, spec.shape, each.region, whole_region(shape)))
         return cls({0: Source(layout, chunks)}, kinds, copies)
 
     def _ranges(self, file: int, chunks: Chunks, runs: Sequence[_Run]) -> list[Range]:

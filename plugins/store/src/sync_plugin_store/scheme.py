@@ -166,7 +166,7 @@ class StoreScheme:
             LayoutMismatchError: the model does not fit the trainer's.
         """
         # Loads the shards of scale, for which others need not wait.
-        from sync_plugin_store.parts import is_divided
+        from sync_plugin_scale.shards import is_divided
 
         if not address.layout.specs:
             address = _laid_out(address, timeout)

@@ -13,6 +13,7 @@ pytest.register_assert_rewrite(
     "sync_testing.worker_groups",
 )
 
+from sync_testing.cases import Conformance  # noqa: E402
 from sync_testing.interrupts import interrupted  # noqa: E402
 from sync_testing.layers import LayerConformance, LayerPairConformance  # noqa: E402
 from sync_testing.loopback import Loopback, LoopbackReceiver, LoopbackSender  # noqa: E402
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CalledSchemeConformance",
+    "Conformance",
     "LayerConformance",
     "LayerPairConformance",
     "Loopback",

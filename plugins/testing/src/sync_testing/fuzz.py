@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from sync_core import Address, Receiver, Sender, SenderLostError, SendError
-from sync_plugin_std.local.channel import Channel, Message
+from sync_plugin_std.local import Channel, Message
 
 __all__ = ["VALUES", "Mutator", "besiege", "find", "hostile"]
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sync_core import Layout, Payload, TensorSpec
 from sync_core.transports import Block, copy
@@ -14,7 +15,7 @@ from sync_plugin_scale.increments.compare import Comparer
 from sync_plugin_scale.increments.patch import (
     HEADER_NBYTES,
     INCREMENT,
-    Checksum,
+    BodyChecksum,
     Patch,
     Units,
     checksum,
@@ -38,7 +39,7 @@ def described(layout: Layout) -> Layout:
     return Layout((*layout.specs, spec), layout.aliases)
 
 
-def describe(layout: Layout, version: int, checksum_: Checksum | None) -> Patch:
+def describe(layout: Layout, version: int, checksum_: BodyChecksum | None) -> Patch:
     """Return the description of a whole version; see `Patch`."""
     unit = unit_nbytes(layout)
     size = (padded_nbytes(layout) - len(layout.header)) // unit
@@ -47,10 +48,17 @@ def describe(layout: Layout, version: int, checksum_: Checksum | None) -> Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedVersion:
     """A version in memory: its layout, the block in which it lies, and its body as units.
 
-    The bytes between tensors are 0, so that equal tensors make equal bodies.
+    The bytes between tensors are 0, so that equal tensors make equal bodies. `allocate` makes one.
+
+    Example:
+        >>> layout = Layout.of({"w": torch.zeros(3)})
+        >>> kept = PackedVersion.allocate(layout)
+        >>> kept.pack(Payload(1, layout, [torch.ones(3)]))
+        >>> kept.tensors[0]
+        tensor([1., 1., 1.])
     """
 
     layout: Layout
@@ -58,7 +66,7 @@ class Packed:
     body: Units
 
     @classmethod
-    def allocate(cls, layout: Layout) -> Packed:
+    def allocate(cls, layout: Layout) -> PackedVersion:
         """Memory for a version, also as it travels."""
         travelling = described(layout)
         block = Block.allocate(travelling.nbytes)
@@ -67,14 +75,20 @@ class Packed:
         body = block.bodies(travelling)[0][: padded_nbytes(layout) - len(layout.header)]
         return cls(layout, block, body.numpy().view(f"u{unit_nbytes(layout)}"))
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The version's tensors, as views."""
+        # Without the description, which lies after them.
+        return self.block.views(described(self.layout))[:-1]
+
     def pack(self, payload: Payload) -> None:
         """Copy a payload into the body."""
         with payload.packing:
-            copy(self.block.views(described(self.layout))[:-1], payload.tensors)
+            copy(self.tensors, payload.tensors)
 
-    def copy(self) -> Packed:
+    def copy(self) -> PackedVersion:
         """The same version in other memory."""
-        other = Packed.allocate(self.layout)
+        other = PackedVersion.allocate(self.layout)
         other.body[:] = self.body
         return other
 
@@ -93,16 +107,16 @@ class _Change:
     previous: int
     version: int
     gaps: Units | None
-    before: Units | Packed | None
+    before: Units | PackedVersion | None
 
     @property
     def values_nbytes(self) -> int:
-        if isinstance(self.before, Packed):
+        if isinstance(self.before, PackedVersion):
             return self.before.body.nbytes
         return 0 if self.before is None else self.before.nbytes
 
 
-class History:
+class IncrementHistory:
     """Keeps the newest version packed, what changed in which version, and some older values.
 
     Not safe for threads. What interrupts `record` makes it forget everything, so that the next
@@ -115,7 +129,7 @@ class History:
     Example:
         >>> from sync_core import Layout, Payload
         >>> layout = Layout.of({"w": torch.zeros(100)})
-        >>> history = History(below=0.3)
+        >>> history = IncrementHistory(below=0.3)
         >>> history.record(Payload(1, layout, [torch.zeros(100)]))
         >>> weights = torch.zeros(100); weights[3] = 1
         >>> history.record(Payload(2, layout, [weights]))
@@ -129,9 +143,9 @@ class History:
         self.version = 0
         self._checked = checked
         self._below = below
-        self._newest = Packed.allocate(Layout(()))
+        self._newest = PackedVersion.allocate(Layout(()))
         self._comparer = Comparer(self._newest.layout)
-        self._checksum: Checksum | None = None
+        self._checksum: BodyChecksum | None = None
         # At the positions that changed with the newest version; None where all did.
         self._values: Units | None = None
         self._changes: list[_Change] = []
@@ -209,7 +223,7 @@ class History:
         packed.block.views(layout)[-1].copy_(description.to_tensor())
         return Payload(version, layout, packed.block)
 
-    def _restored(self, version: int) -> Packed | None:
+    def _restored(self, version: int) -> PackedVersion | None:
         """Return an older version in its own memory."""
         packed, reached = self._newest, self.version
         undone: list[_Change] = []
@@ -218,7 +232,7 @@ class History:
                 break
             if change.before is None:
                 return None
-            if isinstance(change.before, Packed):
+            if isinstance(change.before, PackedVersion):
                 packed, undone = change.before, []
             else:
                 undone.append(change)
@@ -231,7 +245,9 @@ class History:
             packed.body[positions_of(change.gaps)] = change.before
         return packed
 
-    def _write(self, payload: Payload, *, keep: bool) -> tuple[Units | None, Units | Packed | None]:
+    def _write(
+        self, payload: Payload, *, keep: bool
+    ) -> tuple[Units | None, Units | PackedVersion | None]:
         body = self._newest.body
         # A position costs its value and a gap of at least one byte.
         limit = int(self._below * body.nbytes / (body.itemsize + 1))
@@ -246,9 +262,9 @@ class History:
         self._newest.pack(payload)
         return None, before
 
-    def _replace(self, payload: Payload, *, keep: bool) -> tuple[None, Packed | None]:
+    def _replace(self, payload: Payload, *, keep: bool) -> tuple[None, PackedVersion | None]:
         before = self._newest if keep else None
-        self._newest = Packed.allocate(payload.layout)
+        self._newest = PackedVersion.allocate(payload.layout)
         self._comparer = Comparer(payload.layout)
         self._newest.pack(payload)
         return None, before

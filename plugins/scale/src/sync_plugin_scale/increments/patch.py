@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sync_core import Layout, OptionError
+from sync_core import Layout, OptionError, Payload, TensorSpec
 from sync_core.errors import PayloadError, RequirementError
 from sync_core.transports import ALIGNMENT, RESERVED_PREFIX, Block, in_two_threads
 
@@ -49,7 +49,7 @@ _XXH3, _SHA256 = 2, 4
 _LEVEL = 1
 
 
-class Checksum(NamedTuple):
+class BodyChecksum(NamedTuple):
     """A checksum of a body.
 
     Args:
@@ -88,7 +88,7 @@ class Patch:
     base: int
     version: int
     digest: str
-    checksum: Checksum | None
+    checksum: BodyChecksum | None
     size: int
     gaps: Units
     values: Units
@@ -174,6 +174,24 @@ class Patch:
         parts = np.frombuffer(header, np.uint8), values, gaps
         return torch.from_numpy(np.concatenate(parts))
 
+    def to_payload(self, compress: Compression | None = None) -> Payload:
+        """Return the increment as a version that travels: one tensor, which builds on ``base``."""
+        tensor = self.to_tensor(compress)
+        layout = Layout((TensorSpec(INCREMENT, torch.uint8, tuple(tensor.shape), 0),))
+        return Payload(self.version, layout, (tensor,), base=self.base)
+
+    @classmethod
+    def from_payload(cls, payload: Payload, body_nbytes: int | None = None) -> Patch:
+        """Return the patch that `to_payload` made a version of; see `from_tensor`.
+
+        Raises:
+            PayloadError: the version is a whole one, or not a patch.
+        """
+        specs = payload.layout.specs
+        if [(spec.name, spec.dtype) for spec in specs] != [(INCREMENT, torch.uint8)]:
+            raise PayloadError(f"version {payload.version} is not an increment of another")
+        return cls.from_tensor(payload.tensors[0], body_nbytes)
+
     @classmethod
     def from_tensor(cls, tensor: Tensor, body_nbytes: int | None = None) -> Patch:
         """Return the patch that `to_tensor` made; it may be a view of the tensor.
@@ -217,7 +235,7 @@ class Patch:
             base,
             version,
             digest.hex(),
-            Checksum(hashed_by, checksum_) if hashed_by else None,
+            BodyChecksum(hashed_by, checksum_) if hashed_by else None,
             size,
             gaps.view(f"u{gap}"),
             values.view(f"u{unit}"),
@@ -309,7 +327,7 @@ def positions_of(gaps: Units) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *follow(gaps)])
 
 
-def checksum(body: Units, hashed_by: int | None = None) -> Checksum:
+def checksum(body: Units, hashed_by: int | None = None) -> BodyChecksum:
     """Return a checksum of a body.
 
     Args:
@@ -327,7 +345,7 @@ def checksum(body: Units, hashed_by: int | None = None) -> Checksum:
         sums[index] = digest(data[index * _SUMMED : (index + 1) * _SUMMED])
 
     in_two_threads(add, deque(range(len(sums))), len(data))
-    return Checksum(hashed_by, digest(sums.view(np.uint8)))
+    return BodyChecksum(hashed_by, digest(sums.view(np.uint8)))
 
 
 def _hash_of(hashed_by: int | None) -> tuple[int, Callable[[Any], int]]:

@@ -12,7 +12,7 @@ from sync_core import Answer, CorruptionError, Layout, Payload, ReceiverTranspor
 from sync_core.errors import PayloadError
 from sync_core.wrapping import WrappingReceiver
 from sync_plugin_scale.increments.errors import IncrementError
-from sync_plugin_scale.increments.history import Packed, described
+from sync_plugin_scale.increments.history import PackedVersion
 from sync_plugin_scale.increments.patch import INCREMENT, Patch
 
 
@@ -30,7 +30,7 @@ class IncrementalReceiver(WrappingReceiver):
     def __init__(self, transport: ReceiverTransport, worker_id: int) -> None:
         super().__init__(transport)
         self._worker_id = worker_id
-        self._kept: Packed | None = None
+        self._kept: PackedVersion | None = None
         self._version = 0
         # The number under which the transport brought what was handed on last.
         self._number = 0
@@ -39,7 +39,7 @@ class IncrementalReceiver(WrappingReceiver):
         self._delivered = 0
 
     @property
-    def kept(self) -> Packed:
+    def kept(self) -> PackedVersion:
         """The newest version, packed; increments are applied to it."""
         if self._kept is None:
             raise IncrementError(self._worker_id, "has no version to apply increments to")
@@ -108,18 +108,17 @@ class IncrementalReceiver(WrappingReceiver):
         payload.release()
         self._kept, self._version = kept, patch.version
         took = time.perf_counter() - begin
-        tensors = kept.block.views(described(kept.layout))[:-1]
         return replace(
             payload,
             version=patch.version,
             layout=kept.layout,
-            source=tensors,
+            source=kept.tensors,
             release=_nothing,
             # Where the transport measures it.
             stage_seconds=payload.stage_seconds and payload.stage_seconds + took,
         )
 
-    def _apply(self, patch: Patch) -> Packed:
+    def _apply(self, patch: Patch) -> PackedVersion:
         """Apply an increment to what is kept."""
         kept, held = self._kept, self._version
         if kept is None or not patch.base <= held <= patch.version:
@@ -134,12 +133,12 @@ class IncrementalReceiver(WrappingReceiver):
         patch.apply(kept.body)
         return kept
 
-    def _copy(self, patch: Patch, payload: Payload) -> Packed:
+    def _copy(self, patch: Patch, payload: Payload) -> PackedVersion:
         """Copy a whole version."""
         kept, self._kept, self._version = self._kept, None, 0
         layout = _without_description(payload.layout)
         if kept is None or kept.layout != layout:
-            kept = Packed.allocate(layout)
+            kept = PackedVersion.allocate(layout)
         whole = Payload(patch.version, layout, payload.tensors[:-1])
         kept.pack(whole)
         try:

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from sync_core import (
     Answer,
     CorruptionError,
@@ -26,7 +24,6 @@ from sync_core import (
     Layout,
     Payload,
     SenderTransport,
-    TensorSpec,
     TransportContext,
     TransportError,
     WorkerError,
@@ -34,9 +31,9 @@ from sync_core import (
 from sync_core.transports import Notice
 from sync_core.wrapping import end_together
 from sync_plugin_scale.increments.errors import IncrementError
-from sync_plugin_scale.increments.history import History, described
+from sync_plugin_scale.increments.history import IncrementHistory, described
 from sync_plugin_scale.increments.options import Increments
-from sync_plugin_scale.increments.patch import INCREMENT, Compression, Patch
+from sync_plugin_scale.increments.patch import Patch
 
 _log = logging.getLogger("sync_core")
 # How long closing waits for a version that is being sent again, in seconds.
@@ -78,7 +75,7 @@ class _Line:
     """
 
     def __init__(self, options: Increments) -> None:
-        self.history = History(options.below)
+        self.history = IncrementHistory(options.below)
         self.last_whole = 0
 
 
@@ -252,7 +249,7 @@ class IncrementalSender(SenderTransport):
         if patch is None:
             line.last_whole = version
         else:
-            increment = _travelling(patch, self._options.compress)
+            increment = patch.to_payload(self._options.compress)
             parts.append(_PayloadPart(increment, some, len(patch.values) / max(1, patch.size)))
         return parts
 
@@ -430,12 +427,6 @@ class IncrementalSender(SenderTransport):
             served = [w for w in wanting if w.line is line]
             held = min((w.held for w in served if w.held), default=newest)
             line.history.forget(held, min((w.wanted for w in served), default=newest))
-
-
-def _travelling(patch: Patch, compress: Compression | None) -> Payload:
-    tensor = patch.to_tensor(compress)
-    layout = Layout((TensorSpec(INCREMENT, torch.uint8, tuple(tensor.shape), 0),))
-    return Payload(patch.version, layout, (tensor,), base=patch.base)
 
 
 def _got_on(under_way: Mapping[Delivery, Delivery | None]) -> bool:

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from sync_core.errors import LayoutMismatchError, ModelError
 from sync_core.models import Region, Strategy, tensors_of_rank
-from sync_plugin_scale.shards.plan import inside, shape_of, whole, write_region
+from sync_plugin_scale.shards.plan import inside, shape_of, whole_region, write_region
 
 #: Regions of plain tensors by name, as users give them; see `read_region`.
 Regions: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
@@ -84,7 +84,7 @@ def _computed_region(tensor: Any) -> Region:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return tuple((0, 0) for _ in tensor.shape)
-    region = list(whole(tensor.shape))
+    region = list(whole_region(tensor.shape))
     cuts = list(zip(tensor.placements, coordinate, range(tensor.device_mesh.ndim), strict=True))
     # What says that it is cut later, is cut later.
     for placement, index, axis in sorted(cuts, key=lambda cut: getattr(cut[0], "split_factor", 1)):
@@ -100,6 +100,24 @@ def is_distributed(value: object) -> bool:
     """Return whether this is a `DTensor`; none exists before torch's module of them is imported."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return isinstance(value, kind)
+
+
+def is_divided(model: Any) -> bool:
+    """Return whether a receiver's model has parts of the trainer's tensors.
+
+    Example:
+        >>> is_divided(torch.nn.Linear(2, 1)), is_divided(Part(torch.nn.Linear(2, 1)))
+        (False, True)
+    """
+    if isinstance(model, Part):
+        return True
+    if model is None or isinstance(model, str) or "torch.distributed.tensor" not in sys.modules:
+        return False
+    try:
+        return any(map(is_distributed, tensors_of_rank(model, "state_dict").values()))
+    except ModelError:
+        # Of several models by name, or of references; what reads them says what is wrong.
+        return False
 
 
 def shards_of(
@@ -144,7 +162,7 @@ def shards_of(
             region, shape = read_region(name, regions[name], tensor)
             found[name] = Shard(tensor, region, shape)
         else:
-            found[name] = Shard(tensor, whole(tensor.shape), tuple(tensor.shape))
+            found[name] = Shard(tensor, whole_region(tensor.shape), tuple(tensor.shape))
     return found
 
 
@@ -219,9 +237,20 @@ class LocalShards:
 class RegionViews(Mapping[str, Tensor]):
     """Regions of a model's tensors, as views under names of their own.
 
+    A receiver of parts gets them in place of its model, so that each part is written where it
+    belongs.
+
     Args:
-        model: see `shards_of`.
-        pieces: by the name of a view, the name of the model's tensor, and a region of that.
+        model: a module, a mapping of tensors, or a `Part`.
+        pieces: by the name of a view, the name of the model's tensor, and a region of the whole
+            tensor, in which the model's own region has it.
+
+    Example:
+        >>> model = Part({"weight": torch.zeros(2, 3)}, regions={"weight": ((2, 4), (0, 3))})
+        >>> views = RegionViews(model, {"row": ("weight", ((3, 4), (0, 3)))})
+        >>> _ = views["row"].fill_(1.0)
+        >>> model.model["weight"].tolist()
+        [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     """
 
     def __init__(

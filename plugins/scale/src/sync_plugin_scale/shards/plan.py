@@ -17,7 +17,7 @@ from sync_core.models import Region
 _SHOWN = 8
 
 
-class Part(NamedTuple):
+class PlannedPart(NamedTuple):
     """A part of a wanted region, and the source that sends it.
 
     Args:
@@ -32,11 +32,11 @@ class Part(NamedTuple):
 Held: TypeAlias = Sequence[tuple[int, Region]]
 
 
-def whole(shape: Iterable[int]) -> Region:
+def whole_region(shape: Iterable[int]) -> Region:
     """The region that is the whole of a tensor.
 
     Example:
-        >>> whole((4, 2))
+        >>> whole_region((4, 2))
         ((0, 4), (0, 2))
     """
     return tuple((0, size) for size in shape)
@@ -53,7 +53,12 @@ def size_of(region: Region) -> int:
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """The shape of what is in a region."""
+    """The shape of what is in a region.
+
+    Example:
+        >>> shape_of(((0, 4), (1, 3)))
+        (4, 2)
+    """
     return tuple(stop - start for start, stop in region)
 
 
@@ -88,7 +93,12 @@ def inside(region: Region, owner: Region) -> tuple[slice, ...]:
 
 
 def shifted(region: Region, by: Sequence[int]) -> Region:
-    """The region moved by an offset in each dimension."""
+    """The region moved by an offset in each dimension.
+
+    Example:
+        >>> shifted(((0, 4), (1, 3)), (2, -1))
+        ((2, 6), (0, 2))
+    """
     return tuple((start + n, stop + n) for (start, stop), n in zip(region, by, strict=True))
 
 
@@ -122,12 +132,12 @@ def write_region(region: Region) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop in region)}]"
 
 
-def plan(
+def plan_parts(
     held: Mapping[str, Held],
     wanted: Mapping[str, Region],
     *,
     destination: int = 0,
-) -> dict[str, tuple[Part, ...]]:
+) -> dict[str, tuple[PlannedPart, ...]]:
     """Plan which source sends which part of each wanted region.
 
     Every element comes from exactly one source. Sources that hold the same region take turns:
@@ -146,12 +156,14 @@ def plan(
 
     Example:
         >>> rows = [(0, ((0, 2), (0, 4))), (1, ((2, 4), (0, 4)))]
-        >>> plan({"weight": rows}, {"weight": ((0, 4), (0, 2))})["weight"]
-        (Part(source=0, region=((0, 2), (0, 2))), Part(source=1, region=((2, 4), (0, 2))))
+        >>> for part in plan_parts({"weight": rows}, {"weight": ((0, 4), (0, 2))})["weight"]:
+        ...     print(part)
+        PlannedPart(source=0, region=((0, 2), (0, 2)))
+        PlannedPart(source=1, region=((2, 4), (0, 2)))
     """
     known: dict[tuple[Region, tuple[tuple[int, Region], ...]], _Geometry] = {}
     taken: dict[int, int] = defaultdict(int)
-    parts: dict[str, tuple[Part, ...]] = {}
+    parts: dict[str, tuple[PlannedPart, ...]] = {}
     problems: list[str] = []
     for name, region in wanted.items():
         if name not in held:
@@ -206,11 +218,11 @@ class _Geometry:
         if not self.problems and size_of(wanted):
             self.problems += self._gap(wanted)
         #: The same for every tensor, where there is nothing to choose.
-        self._fixed: tuple[Part, ...] | None = None
+        self._fixed: tuple[PlannedPart, ...] | None = None
         if all(len(ranks) == 1 for _, ranks, _ in self._parts):
-            self._fixed = tuple(Part(ranks[0], part) for part, ranks, _ in self._parts)
+            self._fixed = tuple(PlannedPart(ranks[0], part) for part, ranks, _ in self._parts)
 
-    def choose(self, taken: dict[int, int]) -> tuple[Part, ...]:
+    def choose(self, taken: dict[int, int]) -> tuple[PlannedPart, ...]:
         """Return the parts, each from the source of which the fewest elements are taken so far."""
         if self.problems:
             return ()
@@ -219,7 +231,7 @@ class _Geometry:
             source = ranks[0] if len(ranks) == 1 else min(ranks, key=taken.__getitem__)
             taken[source] += size
             if self._fixed is None:
-                chosen.append(Part(source, region))
+                chosen.append(PlannedPart(source, region))
         return self._fixed or tuple(chosen)
 
     def _gap(self, wanted: Region) -> list[str]:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sync_core import Address, Answer, Layout, Payload, ReceiverTransport
+from sync_core import Address, Answer, Layout, Payload, ReceiverTransport, TransportContext
 from sync_core.errors import CorruptionError, OptionError, SenderLostError, SyncError
-from sync_core.hooks import TransportContext
 from sync_core.models import Region
 from sync_plugin_scale.shards.endpoint import RankEndpoint
 from sync_plugin_scale.shards.local import RegionViews
-from sync_plugin_scale.shards.plan import inside, plan, shape_of, whole, write_region
+from sync_plugin_scale.shards.plan import inside, plan_parts, shape_of, whole_region, write_region
 from sync_plugin_scale.shards.request import ASK, VERSION, Request, broken
 from sync_plugin_scale.shards.whole_model import WholeModel, has_extra_state, wanted_regions
 
@@ -81,12 +80,12 @@ def join(address: Address, model: Any) -> tuple[Address, Any]:
         _check_hash_library()
     trainer = WholeModel([rank.holding for rank in ranks])
     layout = trainer.layout
-    wanted = {name: whole(layout.specs[layout.index[name]].shape) for name in layout.names}
+    wanted = {name: whole_region(layout.specs[layout.index[name]].shape) for name in layout.names}
     assembled = model is None or has_extra_state(model)
     if not assembled:
         wanted = wanted_regions(model, trainer, cast=address.cast)
     held = {name: trainer.held(name) for name in wanted}
-    parts = plan(held, wanted, destination=address.worker_id)
+    parts = plan_parts(held, wanted, destination=address.worker_id)
     requests: list[list[tuple[int, Region]]] = [[] for _ in ranks]
     pieces: list[tuple[str, Region]] = []
     taken_from: list[tuple[int, tuple[int, Region]]] = []
@@ -112,7 +111,7 @@ def join(address: Address, model: Any) -> tuple[Address, Any]:
     kinds = []
     for name, at in pieces:
         spec = layout.specs[layout.index[name]]
-        view = name if at == whole(spec.shape) else name + write_region(at)
+        view = name if at == whole_region(spec.shape) else name + write_region(at)
         views[view] = (name, at)
         kinds.append((view, spec.dtype, shape_of(at)))
     layout = Layout.of_kinds(kinds)
@@ -251,7 +250,7 @@ class JoinedReceiver(ReceiverTransport):
             if position not in self._whole:
                 self._whole[position] = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
             tensors[position] = self._whole[position]
-            tensors[position][inside(region, whole(spec.shape))].copy_(part)
+            tensors[position][inside(region, whole_region(spec.shape))].copy_(part)
         # A tensor without elements has no parts.
         return [
             tensors[i] if i in tensors else torch.empty(spec.shape, dtype=spec.dtype, device="cpu")

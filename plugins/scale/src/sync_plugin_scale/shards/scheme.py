@@ -8,10 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
-from sync_core import Address, Layout, ReceiverTransport, SenderTransport
+from sync_core import (
+    Address,
+    BindContext,
+    Layout,
+    ReceiverTransport,
+    SenderTransport,
+    TransportContext,
+)
 from sync_core.checks import check_count, check_integer
 from sync_core.errors import AddressError, ModelError, OptionError
-from sync_core.hooks import BindContext, TransportContext, implemented
+from sync_core.hooks import implemented
 from sync_core.models import Strategy
 from sync_core.registry import LAYERS, Plugin, find
 from sync_core.wrapping import WrappingScheme

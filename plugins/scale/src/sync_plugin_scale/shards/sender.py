@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sync_core import Delivery, Layout, Payload, SenderTransport, TensorSpec
+from sync_core import Delivery, Layout, Payload, SenderTransport, TensorSpec, TransportContext
 from sync_core.errors import PayloadError, TransportError, WorkerError, WorkerTimeoutError
-from sync_core.hooks import TransportContext
 from sync_core.transports import Notice
 from sync_core.wrapping import end_together
 from sync_plugin_scale.shards.endpoint import Holding, RankEndpoint, ShardEndpoint

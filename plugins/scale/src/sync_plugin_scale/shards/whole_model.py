@@ -11,8 +11,8 @@ from sync_core import Layout
 from sync_core.errors import LayoutMismatchError, ModelError
 from sync_core.models import Region, RegionSource
 from sync_plugin_scale.shards.endpoint import HeldTensor, Holding
-from sync_plugin_scale.shards.local import Part, shards_of
-from sync_plugin_scale.shards.plan import intersect, shape_of, shifted, size_of, whole
+from sync_plugin_scale.shards.local import Part, Shard, shards_of
+from sync_plugin_scale.shards.plan import intersect, shape_of, shifted, size_of, whole_region
 
 _SHOWN = 8
 
@@ -25,6 +25,15 @@ class WholeModel:
 
     Raises:
         LayoutMismatchError: the ranks do not agree on a tensor.
+
+    Example:
+        >>> upper = HeldTensor("weight", torch.float32, ((0, 2), (0, 3)), (4, 3))
+        >>> lower = HeldTensor("weight", torch.float32, ((2, 4), (0, 3)), (4, 3))
+        >>> trainer = WholeModel([Holding(0, 2, (upper,)), Holding(1, 2, (lower,))])
+        >>> str(trainer.layout.specs[0])
+        'weight: float32[4, 3]'
+        >>> trainer.held("weight")
+        [(0, ((0, 2), (0, 3))), (1, ((2, 4), (0, 3)))]
     """
 
     def __init__(self, holdings: Sequence[Holding]) -> None:
@@ -61,7 +70,9 @@ class WholeModel:
         #: Whether workers have the trainer's own tensors, so that no region lies elsewhere.
         self._same = made_of is None
         self._sources = made_of or {
-            name: (RegionSource(name, whole(self.shape(name)), (0,) * len(self.shape(name))),)
+            name: (
+                RegionSource(name, whole_region(self.shape(name)), (0,) * len(self.shape(name))),
+            )
             for name in self._held
         }
         #: Names, dtypes and whole shapes of the tensors that workers have.
@@ -222,9 +233,12 @@ def has_extra_state(model: Any) -> bool:
     Raises:
         ModelError: it has, and its tensors are parts of the trainer's.
     """
-    shards = shards_of(model)
+    return _has_extra_state(model, shards_of(model))
+
+
+def _has_extra_state(model: Any, shards: Mapping[str, Shard]) -> bool:
     extra = next((name for name in shards if "_extra_state" in name.split(".")), None)
-    parts = [name for name, each in shards.items() if each.region != whole(each.shape or ())]
+    parts = [name for name, each in shards.items() if each.region != whole_region(each.shape or ())]
     if extra is None:
         return False
     if parts or isinstance(model, Part):
@@ -237,8 +251,27 @@ def has_extra_state(model: Any) -> bool:
 
 
 def wanted_regions(model: Any, trainer: WholeModel, *, cast: bool) -> dict[str, Region]:
-    """The regions that a model wants, tied tensors once."""
+    """Return the regions of whole tensors that a model wants, by name; tied tensors once.
+
+    Args:
+        model: a module, a mapping of tensors, or a `Part`.
+        trainer: what its weights come from.
+        cast: whether floating-point tensors may have other dtypes.
+
+    Raises:
+        LayoutMismatchError: the model does not fit the trainer's; the tensors are named.
+        ModelError: the model cannot be read, or has parts and extra state.
+
+    Example:
+        >>> weight = HeldTensor("weight", torch.float32, ((0, 4), (0, 3)), (4, 3))
+        >>> trainer = WholeModel([Holding(0, 1, (weight,))])
+        >>> model = Part({"weight": torch.zeros(2, 3)}, regions={"weight": ((2, 4), (0, 3))})
+        >>> wanted_regions(model, trainer, cast=False)
+        {'weight': ((2, 4), (0, 3))}
+    """
     shards = shards_of(model)
+    # Raises for extra state in a model of parts.
+    _has_extra_state(model, shards)
     theirs = trainer.layout
     problems = [
         f"{name!r} is in the weights, not in the model"

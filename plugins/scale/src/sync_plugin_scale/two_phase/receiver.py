@@ -8,9 +8,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sync_core import Answer, Payload, ReceiverTransport, SenderLostError, SyncError
+from sync_core import (
+    Answer,
+    Payload,
+    ReceiverTransport,
+    SenderLostError,
+    SyncError,
+    TransportContext,
+)
 from sync_core.errors import PayloadError
-from sync_core.hooks import TransportContext
 from sync_core.transports import Block
 from sync_plugin_scale.two_phase.decision import Decision
 
