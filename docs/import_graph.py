@@ -73,12 +73,17 @@ def lazy_imports() -> set[Import]:
 def imported_names() -> Iterator[Import]:
     """Return the imports in statements, each name by itself, those for type checkers included."""
     for module, path in _files({*_statements().modules}):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                yield from (Import(module, each.name, node.lineno) for each in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names = (each.name for each in node.names)
-                yield from (Import(module, node.module, node.lineno, name) for name in names)
+        yield from names_in(module, path.read_text(encoding="utf-8"))
+
+
+def names_in(module: str, text: str) -> Iterator[Import]:
+    """Return the imports in the statements of one module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (Import(module, each.name, node.lineno) for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = (each.name for each in node.names)
+            yield from (Import(module, node.module, node.lineno, name) for name in names)
 
 
 def _statements() -> grimp.ImportGraph:

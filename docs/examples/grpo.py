@@ -31,7 +31,7 @@ from rich.table import Table
 from torch import Tensor
 
 from sync_core import Receiver, Sender
-from sync_plugin_std.workers.process_group import ProcessGroup
+from sync_plugin_std.workers import ProcessGroup
 
 #: The last quarter must be rewarded better than the first by this much; rewards are 0 to 1.
 MARGIN = 0.05

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -66,21 +67,17 @@ def test_distributions_name_only_their_dependencies(
     assert not _upwards(graph, imports.layers(imports.DISTRIBUTIONS))
 
 
-def test_distributions_import_only_public_names_of_each_other(
-    imports: ModuleType,
-) -> None:
-    """So that a third party's plugin can do whatever ours can: stability.md lists the modules."""
-    found = {*imports.imported_names(), *imports.lazy_imports()}
+def _private(imports: ModuleType, found: Iterable[Any]) -> list[str]:
+    """Return the imports of what a distribution does not export, from outside of it."""
+    promises = (ROOT / "docs" / "reference" / "stability.md").read_text(encoding="utf-8")
+    public = {*re.findall(r"`(sync_[\w.]+)`", promises.partition("- The four")[0])}
     roots = {*imports.configuration()["root_packages"]}
     foreign = [
         each
         for each in found
         if (root := each.imported.split(".")[0]) in roots and root != each.importer.split(".")[0]
     ]
-    assert len(foreign) > 1000, "imports are read"
-    promises = (ROOT / "docs" / "reference" / "stability.md").read_text(encoding="utf-8")
-    public = {*re.findall(r"`(sync_[\w.]+)`", promises.partition("- The four")[0])}
-    private = [
+    return [
         f"{each.importer}, line {each.line}: {each.imported} {each.name}"
         for each in foreign
         if each.imported not in public
@@ -90,7 +87,22 @@ def test_distributions_import_only_public_names_of_each_other(
             and f"{each.imported}.{each.name}" not in public
         )
     ]
+
+
+def test_distributions_import_only_public_names_of_each_other(imports: ModuleType) -> None:
+    """So that a third party's plugin can do whatever ours can."""
+    found = [*imports.imported_names(), *imports.lazy_imports()]
+    assert len(found) > 5000, "imports are read"
+    private = _private(imports, found)
     assert not private, "import what another distribution exports, or export what is needed"
+
+
+def test_what_strangers_are_shown_imports_only_public_names(imports: ModuleType) -> None:
+    examples = (ROOT / "docs" / "examples").glob("*.py")
+    templates = (ROOT / "plugins/tools/src/sync_tools/templates").glob("*/[mt]*.txt")
+    for path in (*examples, *templates):
+        text = path.read_text(encoding="utf-8").replace("$", "")
+        assert not _private(imports, imports.names_in(path.name, text)), path
 
 
 def test_the_picture_is_current(imports: ModuleType) -> None:

@@ -40,7 +40,11 @@ GENERATED = {
 }
 
 # The examples of plugins of others, each a module that becomes a distribution.
-EXAMPLES = {"encrypted": "encrypted:Encrypted", "redis-pubsub": "redis_pubsub:RedisScheme"}
+EXAMPLES = {
+    "encrypted": "encrypted:Encrypted",
+    "redis-pubsub": "redis_pubsub:RedisScheme",
+    "incremental-store": "incremental_store:IncrementalScheme",
+}
 PROJECT = """
 [build-system]
 requires = ["flit_core>=3.12,<5"]
@@ -293,6 +297,18 @@ def test_an_example_that_wraps_others_passes_the_suite(stranger: Stranger, tmp_p
     plugin = report_of(path)
     assert (plugin["distribution"], plugin["version"]) == ("sync-plugin-encrypted", "1.0")
     assert plugin["verdict"] == "passed"
+
+
+def test_a_store_like_ours_needs_no_private_name(stranger: Stranger, tmp_path: Path) -> None:
+    """Its readers take what changed, and parts."""
+    stranger.install(*SUITE, "sync-plugin-incremental-store")
+    told = stranger.run("python", "-m", "incremental_store").split()
+    sizes = [int(word) for word in told if word.isdigit()][:3]
+    assert sizes[0] > 30 * max(sizes[1:])
+    path = tmp_path / "conformance.json"
+    scheme = ("--scheme", "incremental-store", "--option", f"directory={tmp_path}")
+    stranger.run(*RUN_SUITE, *scheme, "--report", str(path))
+    assert report_of(path)["verdict"] == "passed"
 
 
 def test_an_example_over_a_server_passes_the_suite(
