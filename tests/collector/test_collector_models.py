@@ -370,6 +370,11 @@ def test_ways_that_do_not_go_together() -> None:
         ({"models": {}}, ValueError, r"models=\{'critic': …\}.*'policy\.critic'"),
         ({"models": {"critic": Scale(), "policy": Scale()}}, ValueError, "collector's own"),
         (
+            {"weight_sync_schemes": {"policy": "thread"}, "models": {}},
+            ModelError,
+            r"'advisers\[0\]\.weight' requires a gradient, and is not registered",
+        ),
+        (
             {"weight_sync_schemes": {"policy": "none", "critic": "thread"}},
             OptionError,
             "moves nothing",

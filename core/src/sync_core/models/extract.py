@@ -309,7 +309,7 @@ class ComputedWeights(ABC):
         """
 
 
-class _Gathered(ComputedWeights):
+class Gathered(ComputedWeights):
     """The tensors of a model, those that are spread over ranks whole, one after the other."""
 
     def __init__(self, model: Any) -> None:
@@ -359,7 +359,7 @@ def gathered(model: Any) -> ComputedWeights:
         >>> Sender("none", gathered(torch.nn.Linear(2, 1)), num_workers=1).send().updated
         (0,)
     """
-    return _Gathered(model)
+    return Gathered(model)
 
 
 def tensors_of_rank(weights: Any, strategy: Strategy = "state_dict") -> dict[str, Tensor]:

@@ -102,7 +102,7 @@ def _entangled(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str
                 yield group
             group = []
         group.append((name, tensor))
-        end = max(end, _end(tensor))
+        end = max(end, end_of(tensor))
     if len(group) > 1:
         yield group
 
@@ -111,7 +111,7 @@ def _check_apart(group: Sequence[tuple[str, Tensor]]) -> None:
     begin = group[0][1].data_ptr()
     sizes = (gcd(tensor.itemsize, tensor.data_ptr() - begin) for _, tensor in group)
     unit = gcd(*sizes)
-    taken = _nothing_taken((max(_end(tensor) for _, tensor in group) - begin) // unit)
+    taken = _nothing_taken((max(end_of(tensor) for _, tensor in group) - begin) // unit)
     views: list[Tensor] = []
     for name, tensor in group:
         width = tensor.itemsize // unit
@@ -141,7 +141,8 @@ def _begin(found: tuple[str, Tensor]) -> int:
     return found[1].data_ptr()
 
 
-def _end(tensor: Tensor) -> int:
+def end_of(tensor: Tensor) -> int:
+    """The address at which the memory of a tensor that has elements ends."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in sizes)
     return tensor.data_ptr() + (last + 1) * tensor.itemsize

@@ -37,6 +37,7 @@ from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, 
 from sync_core.models.finder import KnownLayout, check_memory, travelling
 from sync_core.models.lookup import look_up, names_of, refers, same
 from sync_core.models.match import conform
+from sync_core.models.registered import check_registered
 from sync_core.registry import Plugin
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
@@ -61,6 +62,8 @@ class Source:
         strategy: how a module is read.
         partial: whether weights given by hand may lack some of the model's tensors.
         adapt: returns what is read in place of weights: the same object, or tensors by name.
+        allowed: what modules may train without registering it; see `check_registered`. None for
+            all, where workers act with the same objects.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Source:
         *,
         partial: bool,
         adapt: Callable[[Any], Any] | None = None,
+        allowed: Sequence[Any] | None = None,
     ) -> None:
         self.model: Any = None
         #: The object from which weights were read last; None for tensors given by hand.
@@ -83,6 +87,9 @@ class Source:
         self._own: Binding | None = None
         self._given: Binding | None = None
         self._known: KnownLayout | None = None
+        self._allowed = allowed
+        # What was found to register what it trains: the model, and what was given last.
+        self._registered: dict[bool, Any] = {}
 
     def read(self, weights: Any, agreed: Layout | None) -> Update:
         """The weights given, or else the model's, as an update that aliases them.
@@ -141,6 +148,14 @@ class Source:
         self.found = weights if own or _holds_modules(weights) else None
         if isinstance(weights, ComputedWeights):
             self.found = weights.model
+        update = self._read_found(weights, own=own)
+        if not (self._allowed is None or same(self.found, self._registered.get(own))):
+            check_registered(weights, self._strategy, self._allowed)
+            self._registered[own] = self.found
+        return update
+
+    def _read_found(self, weights: Any, *, own: bool) -> Update:
+        if isinstance(weights, ComputedWeights):
             return self._computed(weights.read(self._strategy))
         if self._adapt is not None and (adapted := self._adapt(weights)) is not weights:
             return self._lay_out(adapted)

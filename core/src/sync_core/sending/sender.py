@@ -27,6 +27,7 @@ from sync_core.errors import (
 )
 from sync_core.models.extract import Strategy
 from sync_core.models.lookup import resolve
+from sync_core.models.registered import check_allowed
 from sync_core.report import SendReport
 from sync_core.sending.arguments import as_id, check_handle, count_workers, with_near_miss
 from sync_core.sending.membership import Membership, MembershipEvent
@@ -73,6 +74,9 @@ class Sender(Updater):
         context: the object in which string references are looked up.
         layers: names or objects of layers; each changes the update after the one before it, or
             is called with every report (`Reporter`).
+        allow_unregistered: modules and tensors that ``model`` trains without registering them, such
+            as a critic in a list, and that this sender leaves out: another sender sends them, or
+            no worker uses them. Others are refused by name.
         strategy: how a module is read and written: ``"tensordict"``, its parameters and buffers;
             ``"state_dict"``, with the hooks of its `state_dict`; ``"checkpoint"``, its parameters
             and persistent buffers, under the names that checkpoints and engines have.
@@ -117,6 +121,7 @@ class Sender(Updater):
         model_id: str = "policy",
         context: Any = None,
         layers: Sequence[Any] = (),
+        allow_unregistered: Sequence[Any] = (),
         strategy: Strategy = "tensordict",
         zero_copy: bool = False,
         on_failure: OnFailure = "raise",
@@ -129,6 +134,7 @@ class Sender(Updater):
         timeout = check_seconds(timeout)
         if on_report is not None:
             check_function(on_report, "on_report")
+        check_allowed(allow_unregistered)
         self.model_id = model_id
         self._terms = Terms(
             scheme=scheme,
@@ -162,6 +168,8 @@ class Sender(Updater):
             strategy,
             partial=self._pipeline.leaves_out,
             adapt=self._pipeline.adapt,
+            # Workers that act with the same objects lack nothing.
+            allowed=None if "same_object" in self.capabilities else allow_unregistered,
         )
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._repeats = Repeats()

@@ -33,7 +33,7 @@ from sync_core import (
     WorkerTimeoutError,
 )
 from sync_core.checks import normalize
-from sync_core.models import resolve
+from sync_core.models import modules_in, resolve
 from sync_plugin_std.workers import gather, shares_policy
 
 #: The weights of models, by their names.
@@ -397,6 +397,11 @@ class ModelWeights:
     def _connect(self, name: str, model: Any) -> None:
         ids = self._pool.ids
         chosen = self._schemes[name]
+        # Each model comes by its own sender, also where the policy refers to it in a list.
+        models = [each for other, each in self.models.items() if other != name]
+        others = [module for each in models for _, module in modules_in(each)]
+        allowed = chosen.arguments.get("allow_unregistered", ())
+        arguments = {**chosen.arguments, "allow_unregistered": [*others, *allowed]}
         sender = Sender(
             chosen.scheme,
             model,
@@ -405,7 +410,7 @@ class ModelWeights:
             timeout=self._timeout,
             version=self._version if name == self.counted else 0,
             on_failure="quarantine" if self._single and self._pool.quarantines else "raise",
-            **chosen.arguments,
+            **arguments,
         )
         try:
             sender.register_collector(self._collector())
