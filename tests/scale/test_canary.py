@@ -11,6 +11,7 @@ import torch
 
 from sync_core import OptionError, Receiver, Sender, SenderLostError, SendError, SyncError
 from sync_plugin_scale import Canary, TwoPhase
+from sync_testing import eventually
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -183,36 +184,55 @@ def test_a_trial_is_taken_back_also_from_a_worker_that_committed_it_late(
 
 
 @pytest.mark.parametrize("scheme", ["thread", "shm"])
-def test_a_trial_goes_on_with_a_worker_in_place_of_one_that_was_lost(scheme: str) -> None:
+@pytest.mark.parametrize("call", ["try_on", "take_back", "promote"])
+def test_a_worker_is_lost_after_the_decision(scheme: str, call: str) -> None:
     model, copies = torch.nn.Linear(8, 4), [torch.nn.Linear(8, 4) for _ in range(2)]
     with ThreadPoolExecutor() as threads, Sender(TwoPhase(scheme), model, num_workers=2) as sender:
         receivers = [Receiver(sender.address(i), copy) for i, copy in enumerate(copies)]
         canary = Canary(sender)
-        received = [threads.submit(receiver.receive, 30.0) for receiver in receivers]
+
+        def receive(*worker_ids: int) -> list[Future[int | None]]:
+            return [threads.submit(receivers[i].receive, 30.0) for i in worker_ids]
+
+        received = receive(0, 1)
         canary.send()
         assert [each.result() for each in received] == [1, 1]
         before = copies[0].weight.clone()
         with torch.no_grad():
             model.weight.add_(1.0)
+        if call != "try_on":
+            received = receive(1)
+            canary.try_on([1])
+            assert received[0].result() == 2
+        version = sender.version + 1
+        received = receive(0) if call == "promote" else []
 
         def stage_and_leave() -> None:
             # Returns when the sender has decided.
-            assert receivers[1].stage(30.0) == 2
+            assert receivers[1].stage(30.0) == version
             receivers[1].close()
 
         left = threads.submit(stage_and_leave)
         with pytest.raises(SendError, match="worker 1"):
-            canary.try_on([1], timeout=10.0)
+            canary.try_on([1], timeout=10.0) if call == "try_on" else getattr(canary, call)(10.0)
         left.result()
-        assert canary.trying == (1,)
+        assert [each.result() for each in received] == [version] * len(received)
+        on_trial = (0, 1) if call == "promote" else (1,)
+        assert canary.trying == on_trial
         receivers[1] = Receiver(sender.address(1), copies[1])
-        assert receivers[1].receive(30.0) == 2
-        assert canary.trying == (1,)
-        taken = threads.submit(receivers[1].receive, 30.0)
-        assert canary.take_back().updated == (1,)
-        assert taken.result() == 3
+        assert receivers[1].receive(30.0) == version
+        assert torch.equal(copies[1].weight, before) is (call == "take_back")
+        may_have = () if call == "take_back" else on_trial
+        assert eventually(lambda: canary.trying == may_have)
+        # Also where each has the old weights again, the trial ends by a call that returns.
+        taken = receive(*on_trial)
+        assert canary.take_back().updated == on_trial
+        assert [each.result() for each in taken] == [version + 1] * len(on_trial)
         assert torch.equal(copies[1].weight, before)
+        assert torch.equal(copies[0].weight, before)
         assert not canary.trying
+        also = {version: 1} if call == "take_back" else {}
+        assert canary.restores == {**also, version + 1: 1}
 
 
 def test_a_promotion_that_fails_for_one_is_taken_back_from_all(fleet: Fleet) -> None:

@@ -75,19 +75,18 @@ class Canary:
 
     @property
     def trying(self) -> tuple[int, ...]:
-        """The workers that have, or may get, a version on trial; none where there is no trial.
+        """The workers that may have, or get, the weights on trial; none where there is no trial.
 
-        A worker that was lost after the decision to commit counts: one in its place gets it.
+        A worker that was lost after the decision to commit counts: one in its place gets them. One
+        that has committed the version of a `take_back` that failed for others does not.
         """
         tried = self._tried
         if tried is None:
             return ()
-        if tried.worker_ids is None:
-            return self._sender.all_worker_ids()
-        # Some may have committed it after the send had ended, or may get it as they join.
-        workers = self._sender.workers.items()
-        late = (i for i, worker in workers if tried.version in (worker.version, worker.wanted))
-        return tuple(dict.fromkeys((*tried.worker_ids, *late)))
+        workers = self._sender.workers
+        # What comes after the trial's version was a `take_back`, or was committed by no worker.
+        back = {i for i, worker in workers.items() if worker.version > tried.version}
+        return tuple(i for i in self._of_trial(tried) if i not in back)
 
     @property
     def restores(self) -> Mapping[int, int]:
@@ -146,7 +145,7 @@ class Canary:
         Raises:
             SyncError: no version is on trial.
             SendError: see `Sender.send`; the trial continues, with all workers where some have got
-                the weights.
+                the weights, or may get them.
         """
         tried = self._continued("promote()")
         sent = _Sent(self._sender)
@@ -169,7 +168,8 @@ class Canary:
 
         Raises:
             SyncError: no version is on trial.
-            SendError: see `Sender.send`; the trial continues.
+            SendError: see `Sender.send`; the trial continues, with the workers that may have its
+                weights; see `trying`. Call `take_back` again, or `promote`.
         """
         tried, common = self._continued("take_back()"), self._common
         assert common is not None
@@ -177,9 +177,12 @@ class Canary:
         if tried.worker_ids is not None:
             known = self._sender.all_worker_ids()
             served = [worker_id for worker_id in tried.worker_ids if worker_id in known]
-        report = self._sender.send(common.weights, served, timeout=timeout)
-        if report.workers:
-            self._restores[report.version] = common.version
+        sent = _Sent(self._sender)
+        try:
+            report = sent.send(common.weights, served, timeout)
+        finally:
+            if sent.may_be_held():
+                self._restores[sent.version] = common.version
         self._tried = None
         return report
 
@@ -188,14 +191,23 @@ class Canary:
         if self._tried is None:
             raise SyncError(f"{call} needs a version on trial; call try_on([…]) before it")
         if self._tried.worker_ids is not None:
-            self._tried = replace(self._tried, worker_ids=self.trying)
+            self._tried = replace(self._tried, worker_ids=self._of_trial(self._tried))
         return self._tried
+
+    def _of_trial(self, tried: _Kept) -> tuple[int, ...]:
+        """Return the workers that have got its version, or may have, since it began."""
+        if tried.worker_ids is None:
+            return self._sender.all_worker_ids()
+        # Some may have committed it after the send had ended, or may get it as they join.
+        workers = self._sender.workers.items()
+        late = (i for i, worker in workers if tried.version in (worker.version, worker.wanted))
+        return tuple(dict.fromkeys((*tried.worker_ids, *late)))
 
     def _check_no_trial(self, call: str) -> None:
         if self._tried is not None:
             raise SyncError(
                 f"{call} while version {self._tried.version} is on trial with workers "
-                f"{self.trying}; call promote() or take_back() before it"
+                f"{self._of_trial(self._tried)}; call promote() or take_back() before it"
             )
 
 
