@@ -269,6 +269,22 @@ def test_a_lost_worker_is_called_again_without_another_send(agents: list[Agent])
         assert agents[0].value() == 4.0
 
 
+def test_a_worker_that_is_lost_during_a_call_is_not_called_twice(agents: list[Agent]) -> None:
+    with to(agents[:1], 4.0) as sender:
+        sender.send()
+        goes_on = threading.Event()
+        agents[0].thread.submit(goes_on.wait, 30)
+        pending = sender.send_async()
+        transport = sender._pipeline.transport
+        assert isinstance(transport, CallingTransport)
+        transport.lose(0, "has ended")
+        assert eventually(lambda: sender.workers[0].state == "lost")
+        goes_on.set()
+        assert pending.wait().updated == (0,)
+        assert sender.send().updated == (0,)
+        assert [request.version for request in agents[0].requests] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("on_failure", ["raise", "drop"])
 def test_the_only_worker_is_replaced(agents: list[Agent], on_failure: Any) -> None:
     with Sender(

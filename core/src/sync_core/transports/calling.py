@@ -223,7 +223,6 @@ class CallingTransport(SenderTransport):
         """
         worker = self.workers.get(worker_id)
         if worker is not None:
-            # The result of a call in progress shows whether the worker lives.
             lost = WorkerLostError(worker_id, reason)
             self._events.put((worker, partial(self._settle, outcome=lost)))
 
@@ -326,10 +325,14 @@ class CallingTransport(SenderTransport):
             if self.workers.get(worker_id) is not worker:
                 return
             worker.introduced = isinstance(outcome, DeliveryOutcome) and outcome.known
-            if publication is None or not (worker.introduced or isinstance(outcome, WorkerError)):
-                worker.called = None
-            if publication is not None:
+            if publication is None:
+                # The result of a call in progress shows whether the worker lives.
+                again = not worker.busy
+            else:
                 worker.busy = False
+                again = isinstance(outcome, DeliveryOutcome) and not outcome.known
+            if again:
+                worker.called = None
             try:
                 if isinstance(outcome, WorkerError):
                     self.roster.failed(worker_id, None, version, outcome)
