@@ -201,6 +201,15 @@ def test_a_worker_whose_calls_return_what_they_should_not(
         assert sender.send(linear(-1.0)).updated == (0, 1)
 
 
+@pytest.mark.parametrize("known", [False, 0, None])
+def test_a_worker_that_makes_no_receiver_is_not_called_without_end(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch, known: Any
+) -> None:
+    monkeypatch.setattr(agents[0], "_deliver", lambda *_: DeliveryOutcome(known=known))
+    with to(agents[:1]) as sender, pytest.raises(SendError, match="and has no receiver"):
+        sender.send()
+
+
 def test_the_newer_of_two_senders_takes_over(agents: list[Agent]) -> None:
     with to(agents) as old:
         old.send()
