@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import os
 import pickle
 import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ from sync_core import (
     WorkerState,
     WorkerTimeoutError,
 )
+from sync_plugin_ray import liveness
 from sync_plugin_ray.mailbox import Event, Gone, Mailbox, MailboxOffer
 from sync_plugin_scale import Pool
 from sync_testing import eventually
@@ -368,3 +371,18 @@ def test_a_receiver_of_a_removed_worker_is_not_that_of_one_with_its_id() -> None
         return await mailbox.take(0, "reader", 0)
 
     assert asyncio.run(take_after_both()) == Gone("worker 0 was removed from the sender")
+
+
+def test_a_forked_process_closes_its_connection_before_it_collects_garbage() -> None:
+    with warnings.catch_warnings():
+        # Of threads that the child lacks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        collected: list[str] = []
+        gc.callbacks.append(lambda phase, info: collected.append(phase))
+        gc.set_threshold(1)
+        collected.clear()
+        liveness._close_inherited()
+        os._exit(len(collected))
+    assert os.waitpid(child, 0)[1] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -74,7 +75,9 @@ def _close_inherited() -> None:
     Ray notices the death of a process by the end of that connection. A forked process cannot use
     Ray. The descriptor's number stays in use, since Ray may still write to it at the exit.
     """
-    default = socket.getdefaulttimeout()
+    default, collecting = socket.getdefaulttimeout(), gc.isenabled()
+    # To free a reference of Ray's may wait for a lock that another thread had at the fork.
+    gc.disable()
     # Otherwise a socket object would make what this process shares with its parent non-blocking.
     socket.setdefaulttimeout(None)
     with suppress(OSError):
@@ -83,6 +86,8 @@ def _close_inherited() -> None:
                 with Path(os.devnull).open("r+b", buffering=0) as null:
                     os.dup2(null.fileno(), int(entry.name), inheritable=False)
     socket.setdefaulttimeout(default)
+    if collecting:
+        gc.enable()
 
 
 def _is_raylet(descriptor: int) -> bool:
