@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sync_core import (
+    CapacityError,
     Receiver,
     Sender,
     SenderLostError,
@@ -383,3 +384,32 @@ def test_what_was_given_up_has_its_memory_to_itself(
         assert allocated.count(serving.ident or 0) == 2
         sender.close()
         serving.join()
+
+
+@pytest.mark.parametrize("options", SENT, ids=str)
+def test_a_worker_without_memory_for_a_version_says_so(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, allocate = threading.get_ident(), Link.allocate
+
+    def none_left(link: Link, nbytes: int) -> Block:
+        if threading.get_ident() == mine:
+            raise CapacityError(f"{nbytes} bytes of memory cannot be allocated")
+        return allocate(link, nbytes)
+
+    weights = weights_of(0.0)
+    with (
+        dist(weights_of(1.0), **options) as sender,
+        Receiver(sender.address(0), weights) as receiver,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Link, "allocate", none_left)
+            pending = sender.send_async()
+            with pytest.raises(CapacityError):
+                receiver.receive()
+        with pytest.raises(SendError, match=r"keeps the one it had(?s:.*)cannot be allocated"):
+            pending.wait()
+        pending = sender.send_async()
+        assert receiver.receive() == 2
+        assert pending.wait().updated == (0,)
+        assert weights["last"].eq(1.0).all()

@@ -154,7 +154,7 @@ class AddressError(SyncError, ValueError):
 
 
 class CapacityError(SyncError, MemoryError):
-    """Not enough shared memory, or every slot is held by a reader."""
+    """Not enough memory, or every slot is held by a reader."""
 
 
 class SenderLostError(SyncError, ConnectionError):

@@ -122,7 +122,7 @@ class StreamReceiver(ReceiverTransport):
         the receiver's own timeout, or up to half more after a recent message.
 
         Raises:
-            CapacityError: there are no descriptors for a connection.
+            CapacityError: there are no descriptors for a connection, or no memory for a version.
         """
         try:
             return self._receive(timeout)
@@ -243,7 +243,12 @@ class StreamReceiver(ReceiverTransport):
         wire, version = self._wire, transfer.version
         if wire is None or wire.number != transfer.number:
             return None
-        block = self._take_block(transfer.nbytes)
+        try:
+            block = self._take_block(transfer.nbytes)
+        except CapacityError as error:
+            self.acknowledge(Answer.refusal(version, error))
+            self._give_up()
+            raise
         try:
             wire.receive(cut(block, transfer.nbytes, transfer.part), version, self._line)
         except BrokenGroupError:

@@ -13,15 +13,22 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sync_core.errors import PayloadError
+from sync_core.errors import CapacityError, PayloadError
 from sync_core.weights.layout import MAX_HEADER_BYTES, Layout, TensorSpec
 
 
 def allocate(nbytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone, a child of `os.fork` gets its own copy."""
-    if sys.platform == "win32":
-        return mmap.mmap(-1, nbytes)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Zeroed memory of this process alone, a child of `os.fork` gets its own copy.
+
+    Raises:
+        CapacityError: there is not enough of it.
+    """
+    try:
+        if sys.platform == "win32":
+            return mmap.mmap(-1, nbytes)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise CapacityError(f"{nbytes} bytes of memory cannot be allocated: {error}") from error
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sync_core import (
     Answer,
+    CapacityError,
     Payload,
     ReceiverTransport,
     SenderLostError,
@@ -110,9 +111,7 @@ class ChunkedReceiver(ReceiverTransport):
             try:
                 chunk = self._read(payload, lane)
             except PayloadError as wrong:
-                self._version, self._next = None, 0
-                payload.release()
-                self._lanes[lane].acknowledge(Answer.refusal(payload.version, wrong))
+                self._refuse(payload, lane, wrong)
                 raise
             known = self._version
             kept = None if known is None or self._next < 2 else (known.version, known.nbytes)
@@ -121,7 +120,11 @@ class ChunkedReceiver(ReceiverTransport):
             if chunk.index == 0 and kept != (chunk.version, chunk.nbytes):
                 self._since = payload.known_at or time.perf_counter()
                 self._begun = payload.version
-                self._version = ChunkedVersion(chunk.version, chunk.nbytes, chunk.chunk_nbytes)
+                try:
+                    self._version = ChunkedVersion(chunk.version, chunk.nbytes, chunk.chunk_nbytes)
+                except CapacityError as shortage:
+                    self._refuse(payload, lane, shortage)
+                    raise
                 return chunk
             expected = None if known is None else (known.version, known.nbytes, self._next)
             if expected == (chunk.version, chunk.nbytes, chunk.index):
@@ -136,6 +139,11 @@ class ChunkedReceiver(ReceiverTransport):
             if time.monotonic() >= deadline:
                 # The next chunk may be as wrong, and there at once.
                 return None
+
+    def _refuse(self, payload: Payload, lane: int, error: SyncError) -> None:
+        self._version, self._next = None, 0
+        payload.release()
+        self._lanes[lane].acknowledge(Answer.refusal(payload.version, error))
 
     def _read(self, payload: Payload, lane: int) -> Chunk:
         """Return the chunk in a payload, once it is one that the agreed layout gives reason for."""
