@@ -12,6 +12,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import pytest
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv
@@ -215,3 +216,25 @@ def test_all_that_were_asked_fail_as_the_quarantine_of_another_ends(tmp_path: Pa
         batch = next(made)
     assert batch.batch_size == (1, 4)
     assert int(batch["collector", "traj_ids"].min()) >> 32 == 1
+
+
+class Parametrized(nn.Module):
+    """torch does not pickle it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.weight_norm(nn.Linear(1, 1))
+
+    def forward(self, observation: Tensor) -> Tensor:
+        acted: Tensor = self.layer(observation)
+        return acted
+
+
+def test_the_advice_about_a_policy_that_cannot_be_pickled() -> None:
+    policy = Parametrized()
+    options: dict[str, Any] = {"frames_per_batch": 2, "scheme": "shm"}
+    with pytest.raises(RemoteCallError, match=r"policy_factory=make_policy\), then update_policy"):
+        Collector(CountingEnv, policy, **options)
+    with Collector(CountingEnv, policy_factory=Parametrized, **options) as made:
+        assert made.update_policy_weights_(policy).updated == (0,)
+        assert made.cascade_execute("policy.layer.weight.item") == [policy.layer.weight.item()]

@@ -39,13 +39,21 @@ class PolicyError(TypeError):
 
 @contextmanager
 def policy_errors() -> Iterator[None]:
-    """Raise a `PolicyError` of a worker as a `PolicyError`, not as a `RemoteCallError`."""
+    """Raise a `PolicyError` of a worker as a `PolicyError`, and say what to do about pickling."""
     try:
         yield
     except RemoteCallError as error:
-        if not isinstance(error.__cause__, PolicyError):
+        if isinstance(error.__cause__, PolicyError):
+            raise PolicyError(f"worker {error.worker_id}: {error.__cause__}") from error
+        if "its arguments cannot be pickled" not in str(error):
             raise
-        raise PolicyError(f"worker {error.worker_id}: {error.__cause__}") from error
+        message = str(error).removeprefix(f"worker {error.worker_id}: ")
+        raise RemoteCallError(
+            error.worker_id,
+            f"{message}\nIf the policy cannot be pickled, let workers make theirs: "
+            "Collector(…, policy_factory=make_policy), then update_policy_weights_(policy); or "
+            "type scheme='thread'. Make what an environment needs inside of create_env_fn",
+        ) from error.__cause__
 
 
 @dataclass(frozen=True, slots=True)
