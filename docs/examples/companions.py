@@ -92,7 +92,7 @@ class OpenPool:
         sender = self._sender()
         if sender is None:
             raise ClosedError("the sender is gone")
-        worker_id = sender.add_worker()
+        worker_id = sender.add_worker(joining=True)
         self._joined.add(worker_id)
         return sender.address(worker_id)
 

@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -94,32 +95,40 @@ def test_those_that_want_to_be_admitted(
             assert successor.receive(5.0) == pending.version
 
 
-def test_one_that_is_admitted_again_and_again() -> None:
+@pytest.mark.parametrize("connects", [False, True])
+def test_one_that_is_admitted_again_and_again(connects: bool) -> None:
     model = nn.Linear(2, 2)
-    sent = threading.Event()
+    ended = threading.Event()
     with (
         Sender("shm", model, num_workers=0, timeout=60.0) as sender,
         Pool(sender) as pool,
         Receiver(pool.address(), deepcopy(model)) as honest,
+        ExitStack() as silent,
+        ThreadPoolExecutor() as threads,
+        ExitStack() as ends,
     ):
+        ends.callback(ended.set)
+
+        def join() -> None:
+            silent.enter_context(Receiver(pool.address(), deepcopy(model), timeout=2.0))
 
         def flood() -> None:
-            while not sent.is_set():
+            while not ended.is_set():
                 with suppress(SyncError):
-                    enter(pool.address(), 2.0)
+                    join() if connects else enter(pool.address(), 2.0)
 
-        floods = [threading.Thread(target=flood) for _ in range(4)]
-        for each in floods:
-            each.start()
-        try:
-            while len(sender.workers) < 20:
-                time.sleep(0.01)
+        def update() -> None:
             begun = time.monotonic()
             pending = sender.send_async()
             assert honest.receive(20.0) == pending.version
             assert pending.wait().updated == (0,)
-            assert time.monotonic() - begun < 20.0, "the send waited for those that do not connect"
-        finally:
-            sent.set()
-            for each in floods:
-                each.join(10)
+            assert time.monotonic() - begun < 20.0, "the send waited for those that are silent"
+
+        if connects:
+            update()  # before the first version, sends wait for all that have connected
+        for _ in range(4):
+            threads.submit(flood)
+        while len(sender.workers) < 20:
+            time.sleep(0.01)
+        update()
+        update()

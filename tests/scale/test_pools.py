@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from sync_core import (
     Sender,
     SenderLostError,
     SendError,
+    SendReport,
     WorkerState,
 )
 from sync_plugin_scale import Pool, Sharded
@@ -196,6 +198,34 @@ def test_a_worker_that_is_silent_is_removed_and_the_others_are_updated() -> None
     with pytest.raises(ClosedError):
         silent.receive()
     good.leave()
+
+
+def test_one_that_joins_and_never_answers_delays_no_send_and_is_removed() -> None:
+    policy = nn.Linear(3, 2)
+    with Sender("shm", policy, num_workers=0, timeout=2.0) as sender:
+        address = Pool(sender).address()
+        good = Replica(address)
+        wait_until_there(sender, 1)
+        fill(policy, 1)
+        assert sender.send().updated == (good.worker_id,)
+
+        def update() -> SendReport:
+            fill(policy, sender.version + 1)
+            return sender.send()
+
+        with Receiver(address, nn.Linear(3, 2)) as silent:
+            begin = time.monotonic()
+            for _ in range(2):
+                report = update()
+                assert (report.updated, report.joining) == ((good.worker_id,), (silent.worker_id,))
+            assert time.monotonic() - begin < 1.5, "a send waited for it until its deadline"
+            removed = silent.worker_id
+            assert eventually(lambda: update().dropped == (removed,))
+            assert sender.all_worker_ids() == (good.worker_id,)
+            good.leave()
+            # It joins again.
+            assert silent.receive() == sender.version
+        assert good.error is None
 
 
 @pytest.mark.parametrize(

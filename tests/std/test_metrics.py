@@ -118,6 +118,7 @@ def test_opentelemetry_has_the_same() -> None:
         "dropped": 0,
         "quarantined": 0,
         "restarted": 0,
+        "joining": 0,
     }
     assert [p.value for p in points["sync_version"]] == [1]
     phases = {p.attributes["phase"]: p.count for p in points["sync_phase_seconds"]}

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from sync_core.errors import SyncError
 
+#: Why a send does not wait for a worker: it is in quarantine, is being restarted, or joins.
+Unwaited = Literal["quarantine", "restart", "join"]
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
@@ -33,7 +36,8 @@ class WorkerResult:
         skipped: True when a `skip_update` hook held this worker back; that is not an error.
         remedy: what was done about a worker that failed, or was done before and still holds: it
             was dropped, it is in quarantine, or another is started in its place. The send did not
-            wait for the last two if they were so before it began.
+            wait for the last two if they were so before it began. ``"join"`` is that of a worker
+            that has joined and has committed nothing yet, for which no send waits.
         returned: True when the worker has come back from quarantine: it has committed the newest
             version since the last report.
         base: the version on which the increment that brought this one builds; 0 where it came
@@ -52,7 +56,7 @@ class WorkerResult:
     nbytes: int
     error: SyncError | None = None
     skipped: bool = False
-    remedy: Literal["drop", "quarantine", "restart"] | None = None
+    remedy: Literal["drop"] | Unwaited | None = None
     returned: bool = False
     stage_seconds: float = 0.0
     commit_seconds: float = 0.0
@@ -140,6 +144,11 @@ class SendReport:
     def restarted(self) -> tuple[int, ...]:
         """The workers that failed and in whose place others are started."""
         return self._with_remedy("restart")
+
+    @property
+    def joining(self) -> tuple[int, ...]:
+        """The workers that joined and have committed nothing yet; no send waits for these."""
+        return self._with_remedy("join")
 
     @property
     def returned(self) -> tuple[int, ...]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from sync_core.checks import check_seconds, normalize
 from sync_core.errors import ModelError, WorkerError
-from sync_core.report import SendReport, WorkerResult
+from sync_core.report import SendReport, Unwaited, WorkerResult
 from sync_core.sending.pending import PendingSend
 from sync_core.sending.sender import Sender, interrupt
 from sync_core.transports.transport import Delivery
@@ -188,7 +188,7 @@ def _together(
 ) -> PendingSend:
     """Return the sends of several senders as one."""
     parts: dict[int, list[Delivery]] = {}
-    unwaited: dict[int, Literal["quarantine", "restart"]] = {}
+    unwaited: dict[int, Unwaited] = {}
     for send in sends:
         for worker_id, delivery in send.deliveries.items():
             parts.setdefault(worker_id, []).append(delivery)
@@ -212,7 +212,7 @@ def _wait(sends: Sequence[PendingSend], joint: Sequence[Delivery], seconds: floa
     limit = time.perf_counter() + seconds
     waited = {delivery.worker_id for delivery in joint}
     for send in sends:
-        deliveries = [delivery for i, delivery in send._waited.items() if i in waited]
+        deliveries = [delivery for i, delivery in send._deliveries.items() if i in waited]
         send._wait(deliveries, max(0.0, limit - time.perf_counter()))
 
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 from sync_core.checks import normalize_one
 from sync_core.errors import TransportError, WorkerError, WorkerLostError
+from sync_core.report import Unwaited
 from sync_core.sending.worker_state import (
-    UNWAITED,
     WorkerState,
     WorkerStatus,
     acknowledged,
@@ -32,6 +32,10 @@ from sync_core.transports.transport import Delivery, Notice
 _log = logging.getLogger("sync_core")
 # How long closing waits for pending notifications, in seconds.
 _PATIENCE = 1.0
+_REASONS: dict[WorkerState, Unwaited] = {
+    WorkerState.QUARANTINED: "quarantine",
+    WorkerState.RESTARTING: "restart",
+}
 
 Event = TypeVar("Event")
 
@@ -193,12 +197,18 @@ class Membership:
         """Deliver what is pending, then stop notifying."""
         self._announcer.close()
 
-    def add(self, worker_id: int) -> None:
-        """Add a worker, which gets the newest version that went to all."""
+    def add(self, worker_id: int, *, joining: bool = False) -> None:
+        """Add a worker, which gets the newest version that went to all.
+
+        Args:
+            worker_id: its id.
+            joining: whether sends wait for it only once it has committed that, or a newer one.
+        """
         with self._lock:
             self._seats += 1
             self._next_id = max(self._next_id, worker_id + 1)
-            worker = WorkerStatus(self._seats, wanted=self._newest_for_all)
+            wanted = self._newest_for_all
+            worker = WorkerStatus(self._seats, wanted=wanted, joining=joining and wanted > 0)
             self._workers[worker_id], self._since[worker_id] = worker, self._clock()
             self._announce(worker_id, None, worker, "it was added")
 
@@ -213,11 +223,9 @@ class Membership:
             self._since.pop(worker_id, None)
             self._announce(worker_id, worker, None, "it was removed")
 
-    def sent(
-        self, version: int, deliveries: Mapping[int, Delivery]
-    ) -> dict[int, Literal["quarantine", "restart"]]:
+    def sent(self, version: int, deliveries: Mapping[int, Delivery]) -> dict[int, Unwaited]:
         """Note that a version is on its way; return the workers not to wait for, and the reason."""
-        unwaited: dict[int, Literal["quarantine", "restart"]] = {}
+        unwaited: dict[int, Unwaited] = {}
         reached_all = True
         seats: dict[int, int] = {}
         with self._lock:
@@ -228,9 +236,8 @@ class Membership:
                 if worker is None:
                     continue
                 seats[worker_id] = worker.seat
-                if worker.state in UNWAITED and not waited_for(worker, now):
-                    quarantined = worker.state is WorkerState.QUARANTINED
-                    unwaited[worker_id] = "quarantine" if quarantined else "restart"
+                if not waited_for(worker, now):
+                    unwaited[worker_id] = _REASONS.get(worker.state, "join")
                 self._put(worker_id, sent(worker, version, now), f"version {version} was sent")
             # Another thread may have removed some of them meanwhile.
             if reached_all and deliveries.keys() >= self._workers.keys():
@@ -243,7 +250,7 @@ class Membership:
     def acknowledged(self, worker_ids: Iterable[int]) -> dict[int, int]:
         """Return the version that each of these workers holds completely; 0 for none.
 
-        Left out are workers that a send does not wait for: they may be gone.
+        Left out are workers that have failed and that a send does not wait for: they may be gone.
         """
         with self._lock:
             now = self._clock()
@@ -251,7 +258,7 @@ class Membership:
             return {
                 i: worker.version if worker.state is WorkerState.CURRENT else 0
                 for i, worker in workers.items()
-                if waited_for(worker, now)
+                if worker.joining or waited_for(worker, now)
             }
 
     def notify(self, worker_id: int, notice: Notice) -> None:

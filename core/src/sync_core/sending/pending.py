@@ -7,15 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Protocol
 
 from sync_core._util import Stopwatch, clock_id
 from sync_core.checks import check_seconds
 from sync_core.errors import SendError, TransportError, WorkerError, WorkerTimeoutError
-from sync_core.report import SendReport, WorkerResult
+from sync_core.report import SendReport, Unwaited, WorkerResult
 from sync_core.transports.transport import Answer, Delivery, wait_for_each
 
 _logger = logging.getLogger("sync_core")
+# How long a send waits for workers that join, in seconds: the answer to an earlier version may be
+# on its way. An estimate: ray's takes up to 0.25 s, those of others some milliseconds.
+_JOINING = 0.25
 
 
 def tell(report: SendReport, reporters: Iterable[Callable[[SendReport], object]]) -> None:
@@ -62,6 +65,7 @@ def _fields(report: SendReport) -> dict[str, str | int | float]:
         "dropped": len(report.dropped),
         "quarantined": len(report.quarantined),
         "restarted": len(report.restarted),
+        "joining": len(report.joining),
         "nbytes": report.nbytes,
         "seconds": report.seconds,
         "prepare_seconds": report.prepare_seconds,
@@ -117,7 +121,7 @@ class PendingSend:
         finish: Finish,
         offered: float | None = None,
         wait: Callable[[Sequence[Delivery], float], None] = wait_for_each,
-        unwaited: Mapping[int, Literal["quarantine", "restart"]] = MappingProxyType({}),
+        unwaited: Mapping[int, Unwaited] = MappingProxyType({}),
         prepare_seconds: float = 0.0,
         publish_seconds: float = 0.0,
         packing: Stopwatch | None = None,
@@ -211,6 +215,10 @@ class PendingSend:
                     # A transport may see the end before the worker's state is noted.
                     if delivery.ended and not delivery.told:
                         delivery.wait(max(0.0, limit - time.perf_counter()))
+                joining = [self._deliveries[i] for i, r in self._unwaited.items() if r == "join"]
+                if joining:
+                    limit = min(limit, self._offered + _JOINING)
+                    self._wait(joining, max(0.0, limit - time.perf_counter()))
             report = self._end(waited=True)
         except BaseException as interrupt:
             self.interrupt(interrupt)

@@ -258,6 +258,11 @@ class Sender(Updater):
             self._version = version
 
     @property
+    def timeout(self) -> float:
+        """The deadline of a send, in seconds, where the call names none."""
+        return self._terms.timeout
+
+    @property
     def scheme(self) -> str:
         """The name of the scheme."""
         return self._pipeline.scheme
@@ -338,9 +343,10 @@ class Sender(Updater):
         """Let a function act on workers that failed, before ``on_failure`` decides about them.
 
         Args:
-            callback: called with the report of a send that some workers failed, in the thread that
-                ends the send. It returns the report, where the `WorkerResult.remedy` of a worker
-                says what was done about it; what it raises is logged.
+            callback: called with the report of a send that some workers failed, or that has not
+                waited for workers that join, in the thread that ends the send. It returns the
+                report, where the `WorkerResult.remedy` of a worker says what was done about it;
+                what it raises is logged.
 
         Returns:
             A function that ends the calls.
@@ -647,12 +653,18 @@ class Sender(Updater):
             raise PendingSendError("no send is pending; call send_async() first")
         return pending.wait(timeout)
 
-    def add_worker(self, worker_id: int | None = None, *, worker: Any = None) -> int:
+    def add_worker(
+        self, worker_id: int | None = None, *, worker: Any = None, joining: bool = False
+    ) -> int:
         """Serve one more worker, which gets the newest version as soon as it can be reached.
 
         Args:
             worker_id: its id; None for the next one that was never used.
             worker: its handle, if the sender was given ``workers``.
+            joining: whether sends wait for it only once it has committed that version or a newer
+                one; until then `SendReport.joining` names it. For workers that come unasked, such
+                as those of a pool: one that never answers delays a send by 0.25 s at most. Before
+                the first version went to all, sends wait for every worker.
 
         Raises:
             OptionError: a handle where the others have none, or none where they have one.
@@ -669,7 +681,7 @@ class Sender(Updater):
             if worker_id in self._members:
                 raise ValueError(f"there is a worker {worker_id} already")
             try:
-                self._members.add(worker_id)
+                self._members.add(worker_id, joining=joining)
                 if self._pipeline.transport is not None:
                     self._pipeline.transport.add_worker(worker_id, self._find_worker(worker))
             except BaseException:
@@ -817,10 +829,10 @@ class Sender(Updater):
             reached = (i for i in report.updated if i in known)
             # Not one that has got the id of a worker which was removed meanwhile.
             self._cadence.reached(i for i in reached if known[i].wanted >= report.version)
-        if report.failed and waited and not self._closed:
+        if (report.failed or report.joining) and waited and not self._closed:
             for settle in tuple(self._settlers.values()):
                 report = _settled(report, settle)
-            if self._failure_handler is not None:
+            if self._failure_handler is not None and report.failed:
                 report = self._failure_handler.apply(
                     report, self._members, self._drop, self.address
                 )

@@ -56,6 +56,8 @@ class WorkerStatus:
         error: the last failure, if it has not acknowledged the newest version since.
         retry_at: when a send waits for it again, while it is in quarantine; 0 once one does.
         returned: whether it has come back from quarantine, and no report has said so.
+        joining: whether sends do not wait for it yet, since it came unasked and has committed
+            nothing; see `Sender.add_worker`.
     """
 
     seat: int
@@ -67,13 +69,14 @@ class WorkerStatus:
     error: WorkerError | None = None
     retry_at: float = 0.0
     returned: bool = False
+    joining: bool = False
 
 
 def waited_for(worker: WorkerStatus, now: float) -> bool:
     """Return whether a send that begins now waits for the worker."""
     if worker.state is WorkerState.QUARANTINED:
         return now >= worker.retry_at
-    return worker.state is not WorkerState.RESTARTING
+    return not worker.joining and worker.state is not WorkerState.RESTARTING
 
 
 def sent(worker: WorkerStatus, version: int, now: float) -> WorkerStatus:
@@ -93,6 +96,7 @@ def sent(worker: WorkerStatus, version: int, now: float) -> WorkerStatus:
         worker.error,
         retry_at,
         worker.returned,
+        worker.joining,
     )
 
 
@@ -120,7 +124,7 @@ def acknowledged(worker: WorkerStatus, version: int) -> WorkerStatus:
         )
     quarantined = worker.state is WorkerState.QUARANTINED
     state = WorkerState.QUARANTINED if quarantined else WorkerState.BEHIND
-    return replace(worker, state=state, version=version)
+    return replace(worker, state=state, version=version, joining=False)
 
 
 def failed(worker: WorkerStatus, version: int, error: WorkerError) -> WorkerStatus:

@@ -61,7 +61,7 @@ _PHASES = Instrument(
     (*_WHICH, "phase"),
     "s",
 )
-_OUTCOMES = ("updated", "skipped", "failed", "dropped", "quarantined", "restarted")
+_OUTCOMES = ("updated", "skipped", "failed", "dropped", "quarantined", "restarted", "joining")
 INSTRUMENTS = (_SENDS, _WORKERS, _BYTES, _INCREMENTS, _CHANGED, _VERSION, _SECONDS, _PHASES)
 
 #: Takes a value for an instrument, with its labels.

@@ -28,6 +28,7 @@ from sync_plugin_scale.pools.admission import LAYOUT, PLACES, Admission
 
 # How many workers may have been admitted and not have connected, before one that takes longer than
 # this, in seconds, loses its place; estimates. It takes milliseconds on a machine that is not busy.
+# No send waits for these: the limit is for memory.
 _ABSENT = 16
 _CONNECTING = 1.0
 
@@ -36,9 +37,10 @@ class Pool:
     """The workers of a sender that come and go: any number, by one address.
 
     Each `Receiver` that is made with `address` is given its own id, and the newest version,
-    also one that was sent when there was no worker. A worker that leaves, or that does not commit a
-    version in time, is removed: that is not an error, and `SendReport.dropped` names it. It joins
-    again when it calls `receive`.
+    also one that was sent when there was no worker. Once it has committed that, or a newer one,
+    sends wait for it; until then `SendReport.joining` names it. A worker that leaves, or that does
+    not commit a version within the sender's ``timeout``, is removed: that is not an error, and
+    `SendReport.dropped` names it. It joins again when it calls `receive`.
 
     The pool ends with its sender, or when it is closed. Make it before the first `Sender.send`:
     without a worker and without a pool, `send` does nothing.
@@ -112,14 +114,14 @@ class Pool:
             raise ClosedError("the sender is gone")
         self._make_room(sender)
         with self._adding:
-            worker_id = sender.add_worker()
+            worker_id = sender.add_worker(joining=True)
             self._admitted.add(worker_id)
             return worker_id, sender.address(worker_id).token
 
     def _make_room(self, sender: Sender) -> None:
         """Remove the oldest of many workers that were admitted and do not connect.
 
-        A holder of the address may be admitted again and again; each send would wait for them all.
+        A holder of the address may be admitted again and again.
         """
         late = time.monotonic() - _CONNECTING
         absent = [
@@ -148,11 +150,16 @@ class Pool:
 
     def _remove_failed(self, report: SendReport) -> SendReport:
         """Remove those that have left, or not committed a version in time; the report says so."""
-        workers = dict(report.workers)
-        for worker_id, result in report.failed.items():
-            if self._is_admitted(worker_id) and _left(result):
-                self._remove(worker_id)
-                workers[worker_id] = replace(result, remedy="drop")
+        sender = self._sender()
+        assert sender is not None
+        left = {i for i, result in report.failed.items() if _left(result)}
+        workers, late = dict(report.workers), time.monotonic() - sender.timeout
+        for worker_id, status in sender.workers.items():
+            if worker_id in report.joining and status.since < late:
+                left.add(worker_id)
+        for worker_id in filter(self._is_admitted, left):
+            self._remove(worker_id)
+            workers[worker_id] = replace(workers[worker_id], remedy="drop")
         return replace(report, workers=workers)
 
 

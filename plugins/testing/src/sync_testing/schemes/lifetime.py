@@ -92,6 +92,27 @@ class LifetimeCases(SchemeCases):
         )
         assert workers.pool.call(1, Worker.values) == {8.0}, VALUES
 
+    @pytest.mark.usefixtures("asking", "parallel")
+    def test_no_send_waits_for_a_worker_that_joins_and_never_answers(self, start: Start) -> None:
+        self.need("late_join")
+        workers = start(make_policy(1.0), 1)
+        sender = workers.sender
+        workers.send()
+        joined = sender.add_worker(joining=True)
+        workers.connect(joined)
+        begin = time.perf_counter()
+        pending = sender.send_async()
+        received = workers.submit(0, workers.patience)
+        report = pending.wait()
+        assert (report.updated, report.joining) == ((0,), (joined,)), REPORT
+        assert time.perf_counter() - begin < self.slack, "the send waited for a worker that joins"
+        assert ended([received], "receive()") == [2], RECEIVED
+        assert workers.receive(joined) == 2, RECEIVED
+        assert eventually(lambda: not sender.workers[joined].joining), (
+            "sends must wait for a worker that has committed a version"
+        )
+        assert workers.send().updated == (0, joined), REPORT
+
     @pytest.mark.usefixtures("parallel")
     def test_a_worker_that_shares_its_address_joins_again(
         self, start: Start, zero_copy: bool
