@@ -72,8 +72,14 @@ def lazy_imports() -> set[Import]:
 
 def imported_names() -> Iterator[Import]:
     """Return the imports in statements, each name by itself, those for type checkers included."""
+    for module, text in sources():
+        yield from names_in(module, text)
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Return the text of each module of the distributions."""
     for module, path in _files({*_statements().modules}):
-        yield from names_in(module, path.read_text(encoding="utf-8"))
+        yield module, path.read_text(encoding="utf-8")
 
 
 def names_in(module: str, text: str) -> Iterator[Import]:

@@ -11,7 +11,7 @@ import torch
 from sync_core import ApplyContext, SendContext, SkipContext, TransportContext, Update, hookimpl
 from sync_core.errors import HookResultError, UnknownHookError
 from sync_core.registry import Plugin
-from sync_core.stack import Stack
+from sync_core.stack import PluginStack
 
 SEND = SendContext(model_id="policy", version=1, worker_ids=(0,))
 APPLY = ApplyContext(model_id="policy", version=1, worker_id=0, zero_copy=False, partial=False)
@@ -55,9 +55,9 @@ class Affine:
         return (yield)
 
 
-def stack(*plugins: object) -> Stack:
+def stack(*plugins: object) -> PluginStack:
     backend, *layers = [Plugin("sync.layers", type(p).__name__, p) for p in plugins]
-    return Stack(Defaults(), backend, layers)
+    return PluginStack(Defaults(), backend, layers)
 
 
 def one() -> Update:
@@ -67,7 +67,7 @@ def one() -> Update:
 def test_layers_change_in_the_order_given_and_undo_in_mirrored_order() -> None:
     defaults = Defaults()
     layers = [Plugin("sync.layers", str(i), Affine(*v)) for i, v in enumerate([(2, 1), (10, 5)])]
-    built = Stack(defaults, Plugin("sync.schemes", "backend", object()), layers)
+    built = PluginStack(defaults, Plugin("sync.schemes", "backend", object()), layers)
     prepared = built.prepare_weights(one(), SEND)
     assert float(prepared.tensors[0]) == (1 * 2 + 1) * 10 + 5
     built.apply_weights(prepared, None, APPLY)

@@ -7,8 +7,10 @@ public of a distribution are names.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
@@ -103,6 +105,18 @@ def test_what_strangers_are_shown_imports_only_public_names(imports: ModuleType)
     for path in (*examples, *templates):
         text = path.read_text(encoding="utf-8").replace("$", "")
         assert not _private(imports, imports.names_in(path.name, text)), path
+
+
+def test_no_two_classes_of_the_distributions_share_a_name(imports: ModuleType) -> None:
+    """One name, one thing: it is the same in a message, a page and the code."""
+    places = defaultdict(list)
+    for module, text in imports.sources():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(module)
+    assert len(places) > 500, "classes are read"
+    shared = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert not shared, "rename the less public one to what it is"
 
 
 def test_the_picture_is_current(imports: ModuleType) -> None:

@@ -114,7 +114,7 @@ def test_what_is_inherited_has_our_arguments(vllm: Sources) -> None:
     for module, name, base in [
         (
             "engine",
-            "SyncCoreEngine",
+            "SyncCoreWeightEngine",
             ("vllm.distributed.weight_transfer.base", "WeightTransferEngine"),
         ),
         (
@@ -141,7 +141,7 @@ def test_what_is_inherited_has_our_arguments(vllm: Sources) -> None:
 
 def test_a_worker_calls_what_our_engine_has(vllm: Sources) -> None:
     """Each call of ``weight_transfer_engine`` in vLLM's worker, and that which makes our engine."""
-    ours = methods(ast.parse((PLUGIN / "engine.py").read_text()), "SyncCoreEngine")
+    ours = methods(ast.parse((PLUGIN / "engine.py").read_text()), "SyncCoreWeightEngine")
     wrong, seen = [], 0
     for call in calls(vllm.parse(WORKER[0])):
         function = call.func

@@ -14,7 +14,7 @@ import torch
 from sync_core import Receiver, Sender
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.stream import Stream
+from sync_plugin_dist.stream import WorkerStream
 from sync_plugin_std.local import SharedMemory
 from sync_testing import count_threads, eventually
 
@@ -124,6 +124,6 @@ def no_more_than(before: tuple[int, ...]) -> bool:
 def held() -> tuple[int, ...]:
     """Return how many there are of what a worker takes."""
     gc.collect()
-    kinds = (Stream, SharedMemory, TensorGroup, Rendezvous)
+    kinds = (WorkerStream, SharedMemory, TensorGroup, Rendezvous)
     objects = [sum(type(o) is kind for o in gc.get_objects()) for kind in kinds]
     return *objects, count_threads(), psutil.Process().num_fds()

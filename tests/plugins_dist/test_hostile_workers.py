@@ -16,7 +16,7 @@ from sync_core import Address, Answer, Receiver, Sender, SendError
 from sync_plugin_dist import sender as dist_sender
 from sync_plugin_dist.process_group import Link, TensorGroup
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.stream import Stream
+from sync_plugin_dist.stream import WorkerStream
 from sync_plugin_std.local import Channel, shake_hands
 from sync_testing import eventually
 from sync_testing.fuzz import Mutator, besiege, find, hostile
@@ -127,7 +127,7 @@ def test_a_worker_that_has_received_alone_is_grouped_again() -> None:
         with closing(Saboteur(sender.address(1), reports=True)):
             pending = sender.send_async()
             assert receiver.receive(8.0) == 1
-            (stream,) = set(find(sender, Stream))
+            (stream,) = set(find(sender, WorkerStream))
             assert eventually(lambda: stream._suspects == {1})
         with suppress(SendError):
             pending.wait()

@@ -12,7 +12,7 @@ from torch import nn
 
 from sync_core import Answer, Payload, Receiver, ReceiverTransport, Sender, SendError
 from sync_plugin_scale import Chunked
-from sync_plugin_scale.relays.receiver import Chunk, ChunkedReceiver
+from sync_plugin_scale.relays.receiver import ChunkedReceiver, ReceivedChunk
 
 
 class _Repeating(ReceiverTransport):
@@ -71,7 +71,7 @@ def test_a_wrong_chunk_that_comes_again_and_again_ends_receive_at_its_deadline()
 class _Misreading(ChunkedReceiver):
     """Takes each chunk for another, and so asks for the version again each time."""
 
-    def _read(self, payload: Payload, lane: int) -> Chunk:
+    def _read(self, payload: Payload, lane: int) -> ReceivedChunk:
         return replace(super()._read(payload, lane), index=1)
 
 

@@ -18,8 +18,8 @@ from sync_plugin_store import Mirror, RolledBackError, Run, StoreError
 from sync_plugin_store.format import HEAD, Manifest, Piece
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import Lease
-from sync_plugin_store.objects import Directory, Found, Listed
-from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.objects import Directory, Found, ListedObject
+from sync_plugin_store.publisher import RunPublisher
 from sync_testing.fuzz import find
 
 
@@ -43,13 +43,13 @@ class Failing(Directory):
         self._try("delete")
         super().delete(name)
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[ListedObject]:
         self._try(f"list {prefix}")
         return super().list(prefix)
 
 
-def publisher_of(sender: Sender) -> Publisher:
-    (found,) = find(sender, Publisher)
+def publisher_of(sender: Sender) -> RunPublisher:
+    (found,) = find(sender, RunPublisher)
     return found
 
 
@@ -59,7 +59,7 @@ def objects(directory: Path) -> set[str]:
 
 def test_a_version_whose_head_was_not_written_is_removed_later(tmp_path: Path) -> None:
     store = Failing(tmp_path)
-    publisher = Publisher(store, SigningKey.generate(), keep=1, grace=0.0)
+    publisher = RunPublisher(store, SigningKey.generate(), keep=1, grace=0.0)
     store.failing = "swap"
     with pytest.raises(StoreError):
         publisher.publish(payload_of(1))
@@ -75,7 +75,7 @@ def test_a_version_whose_head_was_not_written_is_removed_later(tmp_path: Path) -
 def test_a_store_that_fails_once_the_head_is_written_fails_no_send(tmp_path: Path) -> None:
     """The version can be read; and one delete that fails is not followed by thousands."""
     store = Failing(tmp_path)
-    publisher = Publisher(store, SigningKey.generate(), keep=1, grace=0.0, session="0" * 32)
+    publisher = RunPublisher(store, SigningKey.generate(), keep=1, grace=0.0, session="0" * 32)
     for version, failing in enumerate(("", "delete", "list objects/"), 1):
         store.failing, store.failures = failing, 0
         publisher.publish(payload_of(version))
@@ -86,7 +86,7 @@ def test_a_store_that_fails_once_the_head_is_written_fails_no_send(tmp_path: Pat
 def test_ranks_keep_what_was_dropped_for_the_grace(tmp_path: Path) -> None:
     """Although it is old: a reader may have begun with it just before it was dropped."""
     store = Directory(tmp_path, "run")
-    publisher = Publisher(store, SigningKey.generate(), keep=1, grace=600.0, session="0" * 32)
+    publisher = RunPublisher(store, SigningKey.generate(), keep=1, grace=600.0, session="0" * 32)
     publisher.publish(payload_of(1))
     publisher.publish(payload_of(2))
     before = objects(tmp_path)
@@ -100,7 +100,7 @@ def test_ranks_keep_what_was_dropped_for_the_grace(tmp_path: Path) -> None:
 
 def test_an_object_of_a_wrong_clock_ends_no_grace_and_no_lease(tmp_path: Path) -> None:
     store = Directory(tmp_path, "run")
-    publisher = Publisher(store, SigningKey.generate(), keep=1)
+    publisher = RunPublisher(store, SigningKey.generate(), keep=1)
     store.put("leases/one.json", Lease(1, 3600.0).to_bytes())
     publisher.publish(payload_of(1))
     store.put("objects/new", b"a piece of the next version")
@@ -160,7 +160,7 @@ def test_a_lease_that_is_granted_during_a_send_keeps_its_version(
 
 
 def test_a_lease_that_is_being_written_is_not_removed(tmp_path: Path) -> None:
-    publisher = Publisher(Directory(tmp_path, "run"), SigningKey.generate(), keep=1)
+    publisher = RunPublisher(Directory(tmp_path, "run"), SigningKey.generate(), keep=1)
     (tmp_path / "leases").mkdir()
     (tmp_path / "leases" / ".half").touch()
     for version in (1, 2):
@@ -192,7 +192,7 @@ def test_a_lock_that_another_process_holds_ends_a_send_in_time(tmp_path: Path) -
 
 
 def test_what_readers_refuse_is_not_published(tmp_path: Path) -> None:
-    publisher = Publisher(Directory(tmp_path, "run"), SigningKey.generate())
+    publisher = RunPublisher(Directory(tmp_path, "run"), SigningKey.generate())
     pieces = (Piece("0" * 64, 1),) * 250_000
     with pytest.raises(StoreError, match="readers take 16777216 at most; give a larger piece_mb="):
         publisher.commit(Manifest(run=publisher.run, version=1, pieces=pieces))
@@ -207,7 +207,7 @@ def test_what_readers_refuse_is_not_published(tmp_path: Path) -> None:
 def test_sends_that_were_interrupted_make_no_send_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = Publisher(Directory(tmp_path, "run"), SigningKey.generate(), streams=1)
+    publisher = RunPublisher(Directory(tmp_path, "run"), SigningKey.generate(), streams=1)
 
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
@@ -233,7 +233,7 @@ def test_a_mirror_copies_the_bytes_of_manifests_and_asks_for_each_once(
 ) -> None:
     near, far, looked = tmp_path / "near", tmp_path / "far", list[str]()
     key = SigningKey.generate()
-    publisher = Publisher(Directory(far, "run"), key)
+    publisher = RunPublisher(Directory(far, "run"), key)
     file = publisher.writer.write(payload_of(1), ())
     publisher.commit(Later(run=publisher.run, version=1, pieces=file.pieces))
     publisher.close()
@@ -256,7 +256,7 @@ def test_a_mirror_copies_the_bytes_of_manifests_and_asks_for_each_once(
 
 def test_a_mirror_that_begins_again_puts_no_older_head_in_place(tmp_path: Path) -> None:
     near, far, key = tmp_path / "near", tmp_path / "far", SigningKey.generate()
-    publisher = Publisher(Directory(far, "run"), key)
+    publisher = RunPublisher(Directory(far, "run"), key)
     publisher.publish(payload_of(1))
     older = (far / HEAD).read_bytes()
     publisher.publish(payload_of(2))
@@ -275,7 +275,7 @@ def test_a_mirror_that_begins_again_puts_no_older_head_in_place(tmp_path: Path) 
 
 def test_a_mirror_that_begins_again_mends_its_copy(tmp_path: Path) -> None:
     near, far, key = tmp_path / "near", tmp_path / "far", SigningKey.generate()
-    publisher = Publisher(Directory(far, "run"), key)
+    publisher = RunPublisher(Directory(far, "run"), key)
     publisher.publish(payload_of(1))
     publisher.close()
     for how in ("made", "changed", "truncated"):
@@ -320,7 +320,7 @@ def test_what_a_head_names_is_on_the_disk_before_it(
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "replace", note_replace)
-    publisher = Publisher(Directory(tmp_path, "run", durable=durable), SigningKey.generate())
+    publisher = RunPublisher(Directory(tmp_path, "run", durable=durable), SigningKey.generate())
     publisher.publish(payload_of(1))
     publisher.close()
     renames = [i for i, what in enumerate(done) if "->" in what]

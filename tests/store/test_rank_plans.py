@@ -26,7 +26,7 @@ from sync_plugin_store.holdings import (
     read_holdings,
     write_holdings,
 )
-from sync_plugin_store.parts import Plan, Source
+from sync_plugin_store.parts import Plan, VersionFile
 from sync_plugin_store.pieces import pieces_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -90,7 +90,7 @@ def holdings_of(tensors: dict[str, Tensor], held: list[dict[str, Region]]) -> li
     ]
 
 
-def written(holding: Holding, tensors: dict[str, Tensor], piece: int) -> tuple[Source, bytes]:
+def written(holding: Holding, tensors: dict[str, Tensor], piece: int) -> tuple[VersionFile, bytes]:
     """The file of a rank as a reader sees it, and its body."""
     layout = file_layout(holding)
     parts = [take(tensors[t.name], t.region).contiguous() for t in holding.tensors]
@@ -101,7 +101,7 @@ def written(holding: Holding, tensors: dict[str, Tensor], piece: int) -> tuple[S
         start += len(each)
     file = File(tuple(Piece(digest_of(each), len(each)) for each in pieces))
     read = Layout.from_header(bytes(pieces[0]))
-    return Source(read, read_chunks(write_chunks(entries), file)), b"".join(pieces[1:])
+    return VersionFile(read, read_chunks(write_chunks(entries), file)), b"".join(pieces[1:])
 
 
 @settings(max_examples=150, deadline=None)
@@ -202,6 +202,6 @@ def test_the_file_of_a_rank_must_have_what_the_manifest_says() -> None:
     wrong = written(other.ranks[1], swapped, 1000)[0]
     with pytest.raises(PayloadError, match=r"file 1 of the version has weight: float64\[4, 4\]"):
         Plan({0: files[0][0], 1: wrong}, kinds, copies)
-    short = Source(files[1][0].layout, read_chunks(None, File((Piece("0" * 64, 64),))))
+    short = VersionFile(files[1][0].layout, read_chunks(None, File((Piece("0" * 64, 64),))))
     with pytest.raises(PayloadError, match="needs 64 bytes, and has 0"):
         Plan({0: files[0][0], 1: short}, kinds, copies)

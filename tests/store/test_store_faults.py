@@ -34,7 +34,7 @@ from sync_plugin_store.holdings import Wanted
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Directory, open_objects
 from sync_plugin_store.parts import PartFetch, Parts
-from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.publisher import RunPublisher
 from sync_plugin_store.reader import Fetch, RunReader
 
 
@@ -69,9 +69,9 @@ def test_a_trainer_that_ends_at_any_step_leaves_whole_versions(
     steps, done = 0, False
     while not done:
         folder = tmp_path / str(steps)
-        Publisher(Directory(folder, "run"), key, piece_nbytes=4096).publish(payload_of(1))
+        RunPublisher(Directory(folder, "run"), key, piece_nbytes=4096).publish(payload_of(1))
         place = Stopping(folder, steps, killed=killed)
-        ended = Publisher(place, key, piece_nbytes=4096, grace=0.0)
+        ended = RunPublisher(place, key, piece_nbytes=4096, grace=0.0)
         try:
             ended.publish(payload_of(2))
             done = True
@@ -92,7 +92,7 @@ def test_a_trainer_that_ends_at_any_step_leaves_whole_versions(
         reader.close()
         for path in (*(folder / "objects").iterdir(), *(folder / "manifests").iterdir()):
             os.utime(path, (1.0, 1.0))
-        again = Publisher(Directory(folder, "run"), key, piece_nbytes=4096, grace=60.0)
+        again = RunPublisher(Directory(folder, "run"), key, piece_nbytes=4096, grace=60.0)
         again.publish(payload_of(3))
         reader = RunReader([Directory(folder, "run")], key.public, timeout=5.0)
         assert reader.look() is not None
@@ -379,7 +379,7 @@ class Interrupting(Directory):
 
 
 def test_the_next_send_works_after_ctrl_c_when_the_head_was_written(tmp_path: Path) -> None:
-    publisher = Publisher(Interrupting(tmp_path, "run"), SigningKey.generate())
+    publisher = RunPublisher(Interrupting(tmp_path, "run"), SigningKey.generate())
     with pytest.raises(KeyboardInterrupt):
         publisher.publish(payload_of(1))
     publisher.publish(payload_of(2))
@@ -389,9 +389,9 @@ def test_the_next_send_works_after_ctrl_c_when_the_head_was_written(tmp_path: Pa
 
 def test_a_version_is_named_while_the_trainer_publishes_the_next(tmp_path: Path) -> None:
     key = SigningKey.generate()
-    trainer = Publisher(Directory(tmp_path, "run"), key)
+    trainer = RunPublisher(Directory(tmp_path, "run"), key)
     trainer.publish(payload_of(1))
-    other = Publisher(Directory(tmp_path, "run"), key)
+    other = RunPublisher(Directory(tmp_path, "run"), key)
     trainer.publish(payload_of(2))
     other.name(1, "best")
     trainer.publish(payload_of(3))
@@ -443,7 +443,7 @@ def test_what_becomes_visible_late_is_waited_for_where_another_place_is_down(
     tmp_path: Path,
 ) -> None:
     key = SigningKey.generate()
-    Publisher(Directory(tmp_path, "run"), key).publish(payload_of(1))
+    RunPublisher(Directory(tmp_path, "run"), key).publish(payload_of(1))
     places = [Down(tmp_path, "down"), Late(tmp_path, "late")]
     reader = RunReader(places, key.public, timeout=10.0, streams=1)
     assert reader.look() is not None
@@ -486,7 +486,7 @@ def test_a_version_that_is_read_in_part_is_not_returned_after_the_end(
     tmp_path: Path, parts: bool
 ) -> None:
     key = SigningKey.generate()
-    publisher = Publisher(Directory(tmp_path, "run"), key, piece_nbytes=4096)
+    publisher = RunPublisher(Directory(tmp_path, "run"), key, piece_nbytes=4096)
     publisher.publish(payload_of(1))
     publisher.close()
     held = Held(tmp_path)

@@ -22,7 +22,7 @@ from sync_plugin_store.format import HEAD, Manifest, Piece, digest_of, manifest_
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import Lease
 from sync_plugin_store.objects import Directory, Objects, RemoteObjects
-from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.publisher import RunPublisher
 from sync_plugin_store.records import RankPart, holding_name, part_name
 
 OTHER = Manifest(run="f" * 32, version=1, pieces=(Piece("a" * 64, 4),)).to_bytes()
@@ -96,7 +96,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_removes_its_own_objects_alone(place: Objects, session: str) -> None:
     key = SigningKey.generate()
     for first in (1, 4):
-        publisher = Publisher(place, key, keep=1, grace=0.0, session=session)
+        publisher = RunPublisher(place, key, keep=1, grace=0.0, session=session)
         for version in range(first, first + 3):
             publisher.publish(payload_of(version))
             put(place)
@@ -115,10 +115,10 @@ def test_a_place_of_other_things_is_refused(place: Objects, name: str) -> None:
     with pytest.raises(
         OptionError, match=f"holds other things, such as '{name}', and no run; give"
     ):
-        Publisher(place, SigningKey.generate())
+        RunPublisher(place, SigningKey.generate())
     place.put(HEAD, b"ref: refs/heads/main\n")
     with pytest.raises(OptionError, match="begins with b'ref: refs/heads/main', and is not that"):
-        Publisher(place, SigningKey.generate())
+        RunPublisher(place, SigningKey.generate())
     check(place, [name])
     assert {*place.walk()} == {name, HEAD}
 
@@ -132,7 +132,7 @@ def test_a_run_can_begin_where_another_ended_before_its_first_version(tmp_path: 
             pass
     place = Failing(run)
     for place.failing in ("swap", "swap", ""):
-        publisher = Publisher(place, SigningKey.of_file(Path(key)))
+        publisher = RunPublisher(place, SigningKey.of_file(Path(key)))
         with pytest.raises(StoreError) if place.failing else nullcontext():
             publisher.publish(payload_of(1))
         publisher.writer.close()
@@ -158,7 +158,7 @@ def test_ranks_leave_what_is_not_theirs(tmp_path: Path) -> None:
 def test_a_mirror_removes_the_objects_of_its_run_alone(tmp_path: Path) -> None:
     far, near = Directory(tmp_path / "far", "far"), Directory(tmp_path / "near", "near")
     key = SigningKey.generate()
-    publisher = Publisher(far, key, keep=1, grace=0.0)
+    publisher = RunPublisher(far, key, keep=1, grace=0.0)
     for _ in range(2):
         publisher.publish(payload_of(publisher.head.version + 1))
         with Mirror(str(far.path), str(near.path), key.public, poll=600.0, grace=0.0) as mirror:
@@ -186,7 +186,7 @@ def test_a_mirror_removes_the_objects_of_its_run_alone(tmp_path: Path) -> None:
 def test_no_link_is_followed(tmp_path: Path, folder: str) -> None:
     """By a process that may write to the directory, and has no key."""
     run, key, victim = tmp_path / "run", SigningKey.generate(), tmp_path / "home"
-    publisher = Publisher(Directory(run, "run"), key, keep=1, grace=0.0)
+    publisher = RunPublisher(Directory(run, "run"), key, keep=1, grace=0.0)
     publisher.publish(payload_of(1))
     (run / folder).mkdir(exist_ok=True)
     (run / folder / "id_ed25519").write_bytes(b"secret")
@@ -201,7 +201,7 @@ def test_no_link_is_followed(tmp_path: Path, folder: str) -> None:
             publisher.publish(payload_of(publisher.head.version + 1))
         publisher.collect()
         publisher.writer.close()
-        publisher = Publisher(Directory(run, "run"), key, keep=1, grace=0.0, session="0" * 32)
+        publisher = RunPublisher(Directory(run, "run"), key, keep=1, grace=0.0, session="0" * 32)
     publisher.writer.close()
     assert files(victim) == before
     with serve(str(run)) as url:

@@ -19,7 +19,7 @@ from sync_core.hooks import (
     implemented,
 )
 from sync_core.registry import Plugin
-from sync_core.stack import Stack
+from sync_core.stack import PluginStack
 from sync_core.weights.extras import attached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
@@ -122,7 +122,7 @@ def layouts_before(
     """Prepare an update only for its layouts: what each layer is given, and last what travels.
 
     Args:
-        defaults: see `sync_core.stack.Stack`.
+        defaults: see `sync_core.stack.PluginStack`.
         backend: the scheme.
         layers: in the order in which they prepare.
         update: the weights.
@@ -132,7 +132,7 @@ def layouts_before(
     watched: list[Plugin] = []
     for recorder, layer in zip(seen, layers, strict=True):
         watched += [Plugin(registry.LAYERS, "layout", recorder), layer]
-    prepared = Stack(defaults, backend, watched).prepare_weights(update, context)
+    prepared = PluginStack(defaults, backend, watched).prepare_weights(update, context)
     return [*(recorder.layout for recorder in seen), attached(prepared)[0]]
 
 

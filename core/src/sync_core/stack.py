@@ -206,7 +206,7 @@ class Defaults:
         return False
 
 
-class Stack:
+class PluginStack:
     """Core defaults, then a backend, then layers; never changed after it is built.
 
     Args:
@@ -378,7 +378,7 @@ def _kind(result: object) -> str:
 class PushCounter:
     """Counts, for each worker, the pushes since one last reached it."""
 
-    def __init__(self, stack: Stack, model_id: str) -> None:
+    def __init__(self, stack: PluginStack, model_id: str) -> None:
         self._stack = stack
         self._model_id = model_id
         self._pushes: dict[int, int] = {}

@@ -14,7 +14,7 @@ from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.process_group import TensorGroup
 from sync_plugin_dist.protocol import Endpoint, listen
 from sync_plugin_dist.rendezvous import Rendezvous
-from sync_plugin_dist.stream import Stream
+from sync_plugin_dist.stream import WorkerStream
 from sync_plugin_dist.stream_owner import DistPeer, StreamOwner
 from sync_plugin_std.local import (
     LocalListener,
@@ -53,8 +53,8 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         self._sums: dict[Slot, str] = {}
         self._verifies = options.verifies
         self._shares_memory = options.shares_memory
-        self._streams: dict[int, Stream] = {}
-        self._common_stream: Stream | None = None
+        self._streams: dict[int, WorkerStream] = {}
+        self._common_stream: WorkerStream | None = None
         self._opened = ExitStack()
         with ExitStack() as opened:
             listeners = [opened.enter_context(_listen(options.host, options.port))]
@@ -77,7 +77,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             )
             if self.collective:
                 # Before any worker knows the address.
-                self._common_stream = Stream(self)
+                self._common_stream = WorkerStream(self)
             self._opened = opened.pop_all()
 
     @property
@@ -161,7 +161,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             super().welcome(peer)
             return
         if self._common_stream is None:
-            self._streams[peer.id] = Stream(self)
+            self._streams[peer.id] = WorkerStream(self)
         self.tell(peer, {"type": "welcome"})
 
     def offer(self, peer: DistPeer) -> None:
@@ -185,7 +185,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             # Otherwise another receiver has its place.
             self._handle_transfer(self._stream(peer), peer, message)
 
-    def _handle_transfer(self, stream: Stream, peer: DistPeer, message: Message) -> None:
+    def _handle_transfer(self, stream: WorkerStream, peer: DistPeer, message: Message) -> None:
         kind = message["type"]
         if kind == "take":
             stream.ask(peer)
@@ -278,10 +278,10 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             payload.pack(slot.block)
             yield slot.nbytes
 
-    def _stream(self, peer: DistPeer) -> Stream:
+    def _stream(self, peer: DistPeer) -> WorkerStream:
         return self._common_stream or self._streams[peer.id]
 
-    def _all_streams(self) -> Sequence[Stream]:
+    def _all_streams(self) -> Sequence[WorkerStream]:
         if self._common_stream is not None:
             return [self._common_stream]
         return list(self._streams.values())

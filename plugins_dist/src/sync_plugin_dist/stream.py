@@ -242,7 +242,7 @@ class StreamConnection:
             wire.close()
 
 
-class Stream:
+class WorkerStream:
     """Serves one worker, or all of a collective, over one wire.
 
     It waits until the workers of a version ask for it, connects to just them unless it

@@ -19,9 +19,9 @@ from sync_core.address import Address, IndirectEndpoint
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import AddressError, ClosedError, PayloadError, SenderLostError, SyncError
 from sync_core.models.lookup import same
-from sync_core.receiving.target import Lease, Target
+from sync_core.receiving.target import LentPayload, Target
 from sync_core.registry import Plugin
-from sync_core.stack import Defaults, Load, Stack
+from sync_core.stack import Defaults, Load, PluginStack
 from sync_core.transports.transport import Answer, ReceiverTransport
 from sync_core.updater import Updated
 from sync_core.weights.copying import outside_inference_mode
@@ -574,7 +574,7 @@ class Receiver(Updated):
 
 def _refuse(address: Address, backend: Plugin, timeout: float, error: Exception) -> None:
     """Connect only to let the sender know, at once, why this worker cannot receive."""
-    stack = Stack(Defaults(address.strategy), backend)
+    stack = PluginStack(Defaults(address.strategy), backend)
     context = address.transport_context(backend.name, timeout)
     # The caller gets the reason, and not that the sender could not be reached.
     with suppress(Exception), closing(stack.create_receiver_transport(context)) as transport:
@@ -603,7 +603,9 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _leave(transport: ReceiverTransport, lease: Lease, reasons: list[str], process: int) -> None:
+def _leave(
+    transport: ReceiverTransport, lease: LentPayload, reasons: list[str], process: int
+) -> None:
     lease.end()
     try:
         # Not for a process that was forked from the receiver's.

@@ -20,7 +20,7 @@ from sync_core.models.extract import check_loading, named_tensors, not_saved
 from sync_core.models.lookup import look_up, refers, same
 from sync_core.models.match import check_match
 from sync_core.registry import Plugin
-from sync_core.stack import Defaults, Load, Stack
+from sync_core.stack import Defaults, Load, PluginStack
 from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.extras import detached
 from sync_core.weights.layout import Layout
@@ -54,7 +54,7 @@ class Target:
         #: The extras of the last version; layers have taken out theirs.
         self.extras: dict[str, Tensor] = {}
         #: The payload that the model views until the next version, if it does.
-        self.lease = Lease()
+        self.lease = LentPayload()
         self._keeps_views = address.zero_copy and load is None
         self._defaults = Defaults(address.strategy, consolidate=consolidate, load=load)
         found = [registry.find(registry.LAYERS, given) for given in address.layers]
@@ -64,8 +64,8 @@ class Target:
         ]
         #: Whether a version may lack some of the tensors.
         self.partial = declares("partial", found)
-        self.stack = Stack(self._defaults, backend, layers)
-        self._without_layers = Stack(self._defaults, backend)
+        self.stack = PluginStack(self._defaults, backend, layers)
+        self._without_layers = PluginStack(self._defaults, backend)
         self._reshapes = any(
             "apply_weights" in implemented(plugin.object) and not declares("checks", [plugin])
             for plugin in (backend, *found)
@@ -243,7 +243,7 @@ def _context(address: Address, backend: Plugin, layout: Layout) -> BindContext:
     )
 
 
-class Lease:
+class LentPayload:
     """The payload that a model views, and the model; none at first."""
 
     def __init__(self) -> None:

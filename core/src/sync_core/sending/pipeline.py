@@ -41,7 +41,7 @@ from sync_core.models.registered import check_registered
 from sync_core.registry import Plugin
 from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
-from sync_core.stack import Defaults, Stack
+from sync_core.stack import Defaults, PluginStack
 from sync_core.transports.transport import (
     Delivery,
     SenderTransport,
@@ -349,7 +349,7 @@ class Pipeline:
         self._layers = in_order(layers)
         # Those that need values at version 0, up to the last, where that had none.
         self._without_values: Sequence[Plugin] = ()
-        self.stack = Stack(self._defaults, self._backend, self._layers)
+        self.stack = PluginStack(self._defaults, self._backend, self._layers)
         #: Whether a plugin changes updates, and whether one may hold workers back.
         self.prepares = self.stack.calls_plugins("prepare_weights")
         self.skips = self.stack.implements("skip_update")
@@ -513,7 +513,7 @@ class Pipeline:
                 f"the first send must have all tensors, and lacks {min(lacking)!r}: layers prove "
                 "by it what workers have from the start; send the whole model first"
             )
-        stack = Stack(self._defaults, self._backend, self._without_values)
+        stack = PluginStack(self._defaults, self._backend, self._without_values)
         stack.prepare_weights(Update(update.layout, update.source), context)
         self._without_values = ()
 

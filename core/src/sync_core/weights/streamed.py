@@ -70,7 +70,7 @@ class TensorStream(Sequence[Tensor]):
             PrepareTimeoutError: from the iterator, once: the tensors took longer than ``limit``.
         """
         if self._drawn is None:
-            self._drawn = _Timed(self, _checked(self._tensors, self.layout.specs))
+            self._drawn = _TimedTensors(self, _checked(self._tensors, self.layout.specs))
         return self._drawn
 
     def fill(self, targets: Sequence[Tensor], packing: Stopwatch | None = None) -> Iterator[int]:
@@ -211,7 +211,7 @@ class _Followed(TensorStream):
         self._first.keep(targets[: len(self._first)])
 
 
-class _Timed(Iterator[Tensor]):
+class _TimedTensors(Iterator[Tensor]):
     """Measures how long tensors take to be made, and raises once where that is too long.
 
     It can be read further, as all ranks must make the same tensors.

@@ -95,7 +95,7 @@ class GetterScheme:
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """Make the side that asks the function, or the one that keeps what the layers made."""
-        return _Kept() if context.side == "sender" else GetterReceiver(self)
+        return _KeepingSender() if context.side == "sender" else GetterReceiver(self)
 
 
 class GetterReceiver(ReceiverTransport):
@@ -108,7 +108,7 @@ class GetterReceiver(ReceiverTransport):
     def __init__(self, scheme: GetterScheme) -> None:
         self._getter = scheme.getter
         self._forced = _Forced()
-        self._kept = _Kept()
+        self._kept = _KeepingSender()
         self._sender = Sender(
             _Keeping(self._kept),
             num_workers=1,
@@ -175,7 +175,7 @@ class _Keeping:
 
     capabilities = frozenset({"compares"})
 
-    def __init__(self, kept: _Kept) -> None:
+    def __init__(self, kept: _KeepingSender) -> None:
         self._kept = kept
 
     @hookimpl
@@ -185,7 +185,7 @@ class _Keeping:
         return self._kept
 
 
-class _Kept(SenderTransport):
+class _KeepingSender(SenderTransport):
     """Keeps the update that was sent last."""
 
     _update: Update | None = None

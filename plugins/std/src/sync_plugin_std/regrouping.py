@@ -20,7 +20,7 @@ _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TensorSource:
     """The trainer's tensors that one sent tensor is made from.
 
     Args:
@@ -40,7 +40,7 @@ class Source:
     @property
     def is_whole(self) -> bool:
         """True if the tensor is one of the trainer's, unchanged."""
-        return self == Source(self.positions[:1])
+        return self == TensorSource(self.positions[:1])
 
     def make(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensor; a view, or the trainer's tensor itself, if no bytes move."""
@@ -64,10 +64,10 @@ class Regrouping:
     """
 
     capabilities = frozenset({"regions"})
-    _known: tuple[Layout, Layout, list[Source]] | None = None
+    _known: tuple[Layout, Layout, list[TensorSource]] | None = None
 
     @abstractmethod
-    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, TensorSource]:
         """Return, by the name of each tensor that is sent, how it is made.
 
         Args:
@@ -116,7 +116,7 @@ class Regrouping:
         update.become(layout, [source.make(tensors) for source in made_of])
         return update
 
-    def _check_blocks(self, layout: Layout, sources: Mapping[str, Source]) -> None:
+    def _check_blocks(self, layout: Layout, sources: Mapping[str, TensorSource]) -> None:
         """Refuse to cut, join or turn a matrix with a scale for each of its blocks."""
         for source in sources.values():
             name = layout.specs[source.positions[0]].name
@@ -161,8 +161,8 @@ class Rename(Regrouping):
         self._rules = list(zip(self._patterns.values(), names.values(), strict=True))
         self._strict = strict
 
-    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
-        found: dict[str, Source] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, TensorSource]:
+        found: dict[str, TensorSource] = {}
         sent_as: dict[str, str] = {}
         unmatched: list[str] = []
         for name in layout.names:
@@ -177,7 +177,7 @@ class Rename(Regrouping):
                 continue
             if new in found:
                 raise ModelError(f"{sent_as[new]!r} and {name!r} would both be sent as {new!r}")
-            found[new], sent_as[new] = Source((layout.index[name],)), name
+            found[new], sent_as[new] = TensorSource((layout.index[name],)), name
         # A name without a match is an error in any update.
         if unmatched and self._strict:
             raise ModelError(
@@ -211,7 +211,7 @@ class Fuse(Regrouping):
         self._parts = {whole: tuple(names) for whole, names in parts.items()}
         self._whole = {part: whole for whole, names in self._parts.items() for part in names}
 
-    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, TensorSource]:
         found: dict[str, tuple[int, ...]] = {}
         parts: dict[str, dict[str, int]] = {}
         for name in layout.names:
@@ -247,7 +247,7 @@ class Fuse(Regrouping):
                 f"the layer Fuse finds no part of {listed} among the weights; a part is one "
                 "component of a dotted name, such as 'q_proj'"
             )
-        return {name: Source(positions) for name, positions in found.items()}
+        return {name: TensorSource(positions) for name, positions in found.items()}
 
 
 class Split(Regrouping):
@@ -270,14 +270,14 @@ class Split(Regrouping):
     def __init__(self, parts: Mapping[str, Mapping[str, int]]) -> None:
         self._parts = {whole: dict(rows) for whole, rows in parts.items()}
 
-    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
-        found: dict[str, Source] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, TensorSource]:
+        found: dict[str, TensorSource] = {}
         used: set[str] = set()
         for name, position in layout.index.items():
             shape = list(layout.specs[position].shape)
             whole = next((each for each in name.split(".") if each in self._parts), None)
             if whole is None:
-                add(found, name, Source((position,)))
+                add(found, name, TensorSource((position,)))
                 continue
             used.add(whole)
             rows = self._parts[whole]
@@ -289,7 +289,7 @@ class Split(Regrouping):
             first = 0
             for part, count in rows.items():
                 part_name, _ = _replaced(name, {whole: part})
-                add(found, part_name, Source((position,), (first, count)))
+                add(found, part_name, TensorSource((position,), (first, count)))
                 first += count
         if strict and (unused := self._parts.keys() - used):
             raise ModelError(f"the layer Split finds no {sorted(unused)} among the weights")
@@ -318,8 +318,8 @@ class Transpose(Regrouping):
     def __init__(self, name: str, /, *names: str) -> None:
         self._patterns = {each: compiled(each) for each in (name, *names)}
 
-    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
-        found: dict[str, Source] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, TensorSource]:
+        found: dict[str, TensorSource] = {}
         unused = set(self._patterns)
         for name, position in layout.index.items():
             shape = list(layout.specs[position].shape)
@@ -329,14 +329,14 @@ class Transpose(Regrouping):
                     f"the layer Transpose exchanges the last two dimensions, and {name!r} has "
                     f"{len(shape)}: {shape}"
                 )
-            found[name] = Source((position,), transposed=bool(matching))
+            found[name] = TensorSource((position,), transposed=bool(matching))
             unused -= matching
         if strict and unused:
             raise ModelError(f"the layer Transpose finds no tensor for {sorted(unused)}")
         return found
 
 
-def _regions(name: str, source: Source, layout: Layout) -> Iterator[RegionSource]:
+def _regions(name: str, source: TensorSource, layout: Layout) -> Iterator[RegionSource]:
     if source.transposed or source.stacked or source.index is not None:
         done = "transposed" if source.transposed else "stacked" if source.stacked else "unstacked"
         raise ModelError(f"{name!r} is {done}, which is not possible for parts of tensors")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from sync_core import Layout, ModelError
 from sync_plugin_std.regrouping import (
     Regrouping,
-    Source,
+    TensorSource,
     add,
     check_template,
     compiled,
@@ -46,13 +46,13 @@ class Unstack(Regrouping):
             _check_number(template, pattern)
         self._rules = [(each, compiled(each), template) for each, template in names.items()]
 
-    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
-        found: dict[str, Source] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, TensorSource]:
+        found: dict[str, TensorSource] = {}
         unused = {rule for rule, _, _ in self._rules}
         for name, position in layout.index.items():
             matching = _first_match(self._rules, name)
             if matching is None:
-                add(found, name, Source((position,)))
+                add(found, name, TensorSource((position,)))
                 continue
             rule, template, matched = matching
             unused.discard(rule)
@@ -62,7 +62,11 @@ class Unstack(Regrouping):
             for index in range(shape[0]):
                 # The text that "*" matched may contain "#" too.
                 numbered = template.replace("#", str(index))
-                add(found, filled(numbered, matched.groups()), Source((position,), index=index))
+                add(
+                    found,
+                    filled(numbered, matched.groups()),
+                    TensorSource((position,), index=index),
+                )
         if strict and unused:
             raise ModelError(f"the layer Unstack finds no tensor for {sorted(unused)}")
         return found
@@ -95,14 +99,14 @@ class Stack(Regrouping):
             _check_number(pattern, template)
         self._rules = [(each, _numbered(each), template) for each, template in names.items()]
 
-    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, Source]:
-        found: dict[str, Source | None] = {}
+    def _regroup(self, layout: Layout, *, strict: bool) -> dict[str, TensorSource]:
+        found: dict[str, TensorSource | None] = {}
         stacks: dict[str, dict[int, int]] = {}
         unused = {rule for rule, _, _ in self._rules}
         for name, position in layout.index.items():
             matching = _first_match(self._rules, name)
             if matching is None:
-                add(found, name, Source((position,)))
+                add(found, name, TensorSource((position,)))
                 continue
             rule, template, matched = matching
             unused.discard(rule)
@@ -129,7 +133,7 @@ class Stack(Regrouping):
             if len(kinds) > 1:
                 listed = listed_names([str(layout.specs[p]) for p in positions])
                 raise ModelError(f"the tensors of the stack {stack!r} must be alike, got {listed}")
-            found[stack] = Source(positions, stacked=True)
+            found[stack] = TensorSource(positions, stacked=True)
         return {name: source for name, source in found.items() if source is not None}
 
 

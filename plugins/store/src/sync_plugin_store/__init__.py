@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from sync_plugin_store.mirror import Mirror
     from sync_plugin_store.run import Run
-    from sync_plugin_store.scheme import StoreOptions, StoreScheme
+    from sync_plugin_store.scheme import StoreScheme, StoreSchemeOptions
     from sync_plugin_store.web import serve
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _MODULES = {
     ),
     "sync_plugin_store.mirror": ("Mirror",),
     "sync_plugin_store.run": ("Run",),
-    "sync_plugin_store.scheme": ("StoreOptions", "StoreScheme"),
+    "sync_plugin_store.scheme": ("StoreSchemeOptions", "StoreScheme"),
     "sync_plugin_store.web": ("serve",),
 }
 
@@ -45,8 +45,8 @@ __all__ = [
     "Run",
     "SignatureError",
     "StoreError",
-    "StoreOptions",
     "StoreScheme",
+    "StoreSchemeOptions",
     "__version__",
     "load_checkpoint",
     "serve",

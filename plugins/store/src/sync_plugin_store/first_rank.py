@@ -15,7 +15,7 @@ from sync_plugin_store.format import Manifest, Piece, digest_of
 from sync_plugin_store.holdings import file_layout
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Found, Objects
-from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.publisher import RunPublisher
 from sync_plugin_store.ranks import HINT, JoinedSession, Rank, write_ranks
 from sync_plugin_store.records import (
     PARTS,
@@ -52,7 +52,7 @@ class FirstRank(Rank):
         objects: Objects,
         key: SigningKey,
         holding: Holding,
-        publisher: Publisher,
+        publisher: RunPublisher,
         *,
         endpoint: StoreEndpoint,
         make_address: Callable[[Layout], bytes | None],

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from sync_plugin_store.errors import StoreError
-from sync_plugin_store.objects import Listed, Objects
+from sync_plugin_store.objects import ListedObject, Objects
 
 __all__ = ["Lease", "lease_name", "leased_versions", "store_time"]
 
@@ -95,12 +95,12 @@ def leased_versions(objects: Objects, run: str, versions: Iterable[int]) -> set[
     return leased
 
 
-def store_time(listed: Iterable[Listed]) -> float:
+def store_time(listed: Iterable[ListedObject]) -> float:
     """Return the time by the store's clock: the newest object tells it, unless that is ahead."""
     return min(max((each.modified for each in listed), default=0.0), time.time())
 
 
-def _read(objects: Objects, listed: Listed) -> Lease | None:
+def _read(objects: Objects, listed: ListedObject) -> Lease | None:
     if listed.nbytes > _LARGEST_LEASE:
         return None
     record = objects.look(listed.name)

@@ -30,7 +30,7 @@ __all__ = [
     "LONGEST_RECORD",
     "MAX_HEADER_BYTES",
     "Found",
-    "Listed",
+    "ListedObject",
     "NoRangesError",
     "Objects",
     "Patience",
@@ -84,7 +84,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedObject:
     """An object in a listing.
 
     Args:
@@ -225,7 +225,7 @@ class Objects(ABC):
         """Remove an object. It may be gone already."""
 
     @abstractmethod
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[ListedObject]:
         """Return the objects whose names begin with a folder's, such as ``"objects/"``."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
@@ -461,7 +461,7 @@ class Directory(Objects):
         with suppress(OSError), _folder_of(self.path, name) as (folder, last):
             os.unlink(last, dir_fd=folder)
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[ListedObject]:
         with (
             suppress(FileNotFoundError, NotADirectoryError),
             _folder_of(self.path, prefix) as (folder, _),
@@ -471,7 +471,7 @@ class Directory(Objects):
                 with suppress(OSError):  # one that is gone
                     found = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(found.st_mode):
-                        yield Listed(prefix + entry.name, found.st_size, found.st_mtime)
+                        yield ListedObject(prefix + entry.name, found.st_size, found.st_mtime)
 
     def walk(self) -> Iterator[str]:
         for folder, folders, files in os.walk(self.path):
@@ -656,11 +656,13 @@ class RemoteObjects(Objects):
         except self._errors.BaseError as error:
             raise self._failed("delete", name, error) from error
 
-    def list(self, prefix: str) -> Iterator[Listed]:
+    def list(self, prefix: str) -> Iterator[ListedObject]:
         try:
             for some in self._api.list(self._store, prefix.rstrip("/") or None):
                 for each in some:
-                    yield Listed(each["path"], each["size"], each["last_modified"].timestamp())
+                    yield ListedObject(
+                        each["path"], each["size"], each["last_modified"].timestamp()
+                    )
         except self._errors.BaseError as error:
             raise self._failed("list", prefix, error) from error
 

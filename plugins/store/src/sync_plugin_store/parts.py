@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-__all__ = ["PartFetch", "Parts", "Plan", "Range", "Source", "parts_of"]
+__all__ = ["PartFetch", "Parts", "Plan", "Range", "VersionFile", "parts_of"]
 
 # Shorter runs of a tensor's bytes are read with what lies between them, in bytes: each would be a
 # request.
@@ -95,7 +95,7 @@ def parts_of(model: Any, layout: Layout, *, cast: bool) -> tuple[Parts, RegionVi
 
 
 @dataclass(eq=False, slots=True)
-class _Run:
+class _ByteRun:
     """Bytes of a tensor that follow each other, and where they are written.
 
     Args:
@@ -135,13 +135,13 @@ class _Run:
             self.target.copy_(memory.view(self.target.dtype).view(self.shape)[self.inner])
 
 
-def _runs_of(spec: TensorSpec, region: Region, target: Tensor) -> Iterator[_Run]:
+def _runs_of(spec: TensorSpec, region: Region, target: Tensor) -> Iterator[_ByteRun]:
     """Return the runs of bytes that have a region of a tensor."""
     shape, steps = spec.shape, [spec.dtype.itemsize]
     for size in shape[:0:-1]:
         steps.insert(0, steps[0] * size)
     if not shape:
-        yield _Run(spec.offset, spec.nbytes, target, shape, (), spec.nbytes)
+        yield _ByteRun(spec.offset, spec.nbytes, target, shape, (), spec.nbytes)
         return
     axis = len(shape) - 1
     while axis and region[axis] == (0, shape[axis]):
@@ -154,7 +154,7 @@ def _runs_of(spec: TensorSpec, region: Region, target: Tensor) -> Iterator[_Run]
     for index in product(*(range(start, stop) for start, stop in region[:axis])):
         begin = spec.offset + sum(i * step for i, step in zip(index, steps, strict=False))
         there = tuple(i - start for i, (start, _) in zip(index, region, strict=False))
-        yield _Run(
+        yield _ByteRun(
             begin + first * steps[axis],
             nbytes,
             target[there],
@@ -172,7 +172,7 @@ class Range:
     lock: threading.Lock
     #: The position of the file, of those of the version.
     file: int
-    runs: list[_Run] = field(default_factory=list)
+    runs: list[_ByteRun] = field(default_factory=list)
 
     def take(self, memory: memoryview) -> None:
         """Write what is wanted of the bytes, which have been checked.
@@ -202,7 +202,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class VersionFile:
     """A file of a version.
 
     Args:
@@ -230,7 +230,7 @@ class Plan:
 
     def __init__(
         self,
-        sources: Mapping[int, Source],
+        sources: Mapping[int, VersionFile],
         kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
         copies: Iterable[Copy],
         aliases: tuple[tuple[str, str], ...] = (),
@@ -262,7 +262,7 @@ class Plan:
         # For what is left of runs.
         self._lock = threading.Lock()
         targets = self.block.views(self.layout)
-        runs: dict[int, list[_Run]] = {number: [] for number in sources}
+        runs: dict[int, list[_ByteRun]] = {number: [] for number in sources}
         for each, spec in found:
             if size_of(each.region):
                 target = targets[each.view][tuple(slice(*bounds) for bounds in each.at)]
@@ -295,9 +295,9 @@ class Plan:
             shape = shape_of(each.region)
             kinds.append((each.view, spec.dtype, shape))
             copies.append(Copy(number, 0, spec.name, spec.shape, each.region, whole_region(shape)))
-        return cls({0: Source(layout, chunks)}, kinds, copies)
+        return cls({0: VersionFile(layout, chunks)}, kinds, copies)
 
-    def _ranges(self, file: int, chunks: Chunks, runs: Sequence[_Run]) -> list[Range]:
+    def _ranges(self, file: int, chunks: Chunks, runs: Sequence[_ByteRun]) -> list[Range]:
         needed = sorted({i for run in runs for i in chunks.between(run.start, run.stop)})
         ranges: list[Range] = []
         gaps: list[tuple[int, int]] = []
@@ -393,7 +393,7 @@ class PartFetch:
         self._copies: Sequence[Copy] = ()
         # The files of which something is read, and those of them that have been opened.
         self._needed: Sequence[int] = (0,)
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, VersionFile] = {}
         # For the list of what is read, and the files that have been opened.
         self._lock = threading.Lock()
         self._reading: list[Future[None]] = []
@@ -489,7 +489,7 @@ class PartFetch:
             listed = bytearray(file.chunks.nbytes)
             self._reader.read_piece(file.chunks, memoryview(listed), version)
         chunks = read_chunks(None if listed is None else memoryview(listed), file)
-        source = Source(Layout.from_header(bytes(header)), chunks)
+        source = VersionFile(Layout.from_header(bytes(header)), chunks)
         with self._lock:
             self._sources[number] = source
             complete = len(self._sources) == len(self._needed)

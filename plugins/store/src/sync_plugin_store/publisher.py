@@ -28,18 +28,18 @@ from sync_plugin_store.format import (
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import leased_versions, store_time
 from sync_plugin_store.named import NamedObjects, check_unused
-from sync_plugin_store.objects import LONGEST_RECORD, Found, Listed, Objects, is_temporary
+from sync_plugin_store.objects import LONGEST_RECORD, Found, ListedObject, Objects, is_temporary
 from sync_plugin_store.pieces import PieceWriter
 from sync_plugin_store.records import PARTS, SESSION, pieces_of_record, read_record_name
 
-__all__ = ["Publisher"]
+__all__ = ["RunPublisher"]
 
 _log = logging.getLogger("sync_core")
 # Of replacing the head, while other processes name versions.
 _ATTEMPTS = 10
 
 
-class Publisher:
+class RunPublisher:
     """Writes the versions of one run; the only one that does.
 
     Args:
@@ -78,7 +78,7 @@ class Publisher:
         # The digests of objects that kept versions refer to, and that are not there as a whole.
         self._lost: set[str] = set()
         # The records of the run's ranks as they were listed, and what they refer to, by name.
-        self._records: dict[str, tuple[Listed, tuple[Piece, ...]]] = {}
+        self._records: dict[str, tuple[ListedObject, tuple[Piece, ...]]] = {}
         # Of what is not kept any longer: when it may go, and its names.
         self._leaving: deque[tuple[float, list[str]]] = deque()
         # For the head, and what is known of the store; held while both change.
@@ -297,7 +297,7 @@ class Publisher:
             self._delete(gone)
             return len(gone)
 
-    def note_record(self, record: Listed, pieces: tuple[Piece, ...]) -> None:
+    def note_record(self, record: ListedObject, pieces: tuple[Piece, ...]) -> None:
         """Take note of a record of a rank, which was read, and of what it refers to."""
         with self._lock:
             self._records[record.name] = record, pieces
@@ -508,12 +508,12 @@ class Publisher:
                     names.update(object_name(piece.digest) for piece in pieces)
         return names
 
-    def _read_records(self, listed: Iterable[Listed]) -> dict[str, tuple[Piece, ...]]:
+    def _read_records(self, listed: Iterable[ListedObject]) -> dict[str, tuple[Piece, ...]]:
         """Return the trainer's own among records, each with the objects that it refers to.
 
         Its signature tells, also where the ranks ended before the run had a head.
         """
-        read = dict[str, tuple[Listed, tuple[Piece, ...]]]()
+        read = dict[str, tuple[ListedObject, tuple[Piece, ...]]]()
         for each in listed:
             if each.name != SESSION and read_record_name(each.name) is None:
                 continue
@@ -525,7 +525,7 @@ class Publisher:
         self._records |= read
         return {name: pieces for name, (_, pieces) in read.items()}
 
-    def _pieces_of(self, record: Listed) -> tuple[Piece, ...] | None:
+    def _pieces_of(self, record: ListedObject) -> tuple[Piece, ...] | None:
         if record.nbytes > LONGEST_RECORD:
             return None
         found = self._objects.look(record.name)

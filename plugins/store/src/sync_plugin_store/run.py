@@ -15,7 +15,7 @@ from sync_plugin_store.format import Head, Manifest, object_name
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import Lease, lease_name
 from sync_plugin_store.objects import Patience, open_all
-from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.publisher import RunPublisher
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.transport import StoreEndpoint
 
@@ -179,12 +179,12 @@ class Run:
         Raises:
             StoreError: the version is not kept, or the name is not one.
         """
-        publisher = Publisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
+        publisher = RunPublisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
         publisher.name(version, name)
 
     def forget_name(self, name: str, key_file: str) -> None:
         """Take a name away; see `set_name`."""
-        publisher = Publisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
+        publisher = RunPublisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
         publisher.forget_name(name)
 
     def close(self) -> None:

@@ -26,14 +26,13 @@ from sync_core.errors import AddressError
 from sync_core.hooks import implemented
 from sync_core.registry import LAYERS, find
 from sync_core.wrapping import WrappingReceiver
-from sync_plugin_std.stores import StoreOptions as RecordOptions
-from sync_plugin_std.stores import store_transport
+from sync_plugin_std.stores import StoreOptions, store_transport
 from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.format import MOST_VERSIONS
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.objects import Objects, open_all, open_objects
 from sync_plugin_store.pieces import PieceWriter
-from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.publisher import RunPublisher
 from sync_plugin_store.reader import RunReader
 from sync_plugin_store.reading import ReadingReceiver
 from sync_plugin_store.transport import (
@@ -50,7 +49,7 @@ from sync_plugin_store.transport import (
 if TYPE_CHECKING:
     from sync_plugin_scale import Holding
 
-__all__ = ["StoreOptions", "StoreScheme"]
+__all__ = ["StoreScheme", "StoreSchemeOptions"]
 
 _log = logging.getLogger("sync_core")
 # Looks into a directory cost nothing; a request costs money, and some milliseconds.
@@ -63,7 +62,7 @@ _LEAST_PIECE = 1 << 10
 
 
 @dataclass(frozen=True)
-class StoreOptions:
+class StoreSchemeOptions:
     """Options of the scheme ``store``.
 
     Args:
@@ -90,7 +89,7 @@ class StoreOptions:
         OptionError: one of them makes no sense.
 
     Example:
-        >>> StoreOptions(url="s3://bucket/run", keep=0)
+        >>> StoreSchemeOptions(url="s3://bucket/run", keep=0)
         Traceback (most recent call last):
         ...
         sync_core.errors.OptionError: keep must be an integer >= 1, got 0
@@ -136,10 +135,10 @@ class StoreOptions:
             "chunks": self.chunks if self.chunks is not None else not objects.near,
         }
 
-    def record_options(self, objects: Objects) -> RecordOptions:
+    def record_options(self, objects: Objects) -> StoreOptions:
         """Return the options of the records of readers that answer."""
         lost_after = self.lost_after or (_NEAR_LOST_AFTER if objects.near else _FAR_LOST_AFTER)
-        return RecordOptions(poll=self.poll_of(objects), lost_after=lost_after, keep=self.keep)
+        return StoreOptions(poll=self.poll_of(objects), lost_after=lost_after, keep=self.keep)
 
 
 class StoreScheme:
@@ -194,13 +193,13 @@ class StoreScheme:
         Raises:
             OptionError: the ranks could not write one run.
         """
-        options = context.parse_options(StoreOptions)
+        options = context.parse_options(StoreSchemeOptions)
         return None if options.answers else _rank(context, holding, options)
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
         """Return the sender's or a receiver's side."""
-        options = context.parse_options(StoreOptions)
+        options = context.parse_options(StoreSchemeOptions)
         if context.side == "sender":
             return _sender(context, options)
         return _receiver(context, options)
@@ -248,7 +247,7 @@ def _refuse(address: Address, error: Exception, timeout: float) -> None:
         transport.leave(f"refused to receive: {type(error).__name__}: {error}")
 
 
-def _sender(context: TransportContext, options: StoreOptions) -> SenderTransport:
+def _sender(context: TransportContext, options: StoreSchemeOptions) -> SenderTransport:
     if options.url is not None:
         return _sender_in(options.url, None, context, options)
     folder = OwnFolder()
@@ -260,7 +259,7 @@ def _sender(context: TransportContext, options: StoreOptions) -> SenderTransport
 
 
 def _sender_in(
-    url: str, folder: OwnFolder | None, context: TransportContext, options: StoreOptions
+    url: str, folder: OwnFolder | None, context: TransportContext, options: StoreSchemeOptions
 ) -> SenderTransport:
     url = url.replace("{run}", secrets.token_hex(8))
     _check_written(url)
@@ -275,7 +274,7 @@ def _sender_in(
         url, key = f"{url}/channels/{secrets.token_hex(8)}", SigningKey.generate()
     # A directory of the sender's ends with it.
     objects = open_objects(url, context.timeout, durable=folder is None)
-    publisher = Publisher(
+    publisher = RunPublisher(
         objects,
         key,
         keep=options.keep,
@@ -312,7 +311,9 @@ def _sender_in(
         raise
 
 
-def _rank(context: TransportContext, holding: Holding, options: StoreOptions) -> SenderTransport:
+def _rank(
+    context: TransportContext, holding: Holding, options: StoreSchemeOptions
+) -> SenderTransport:
     # Loads the shards of scale, for which others need not wait.
     from sync_plugin_store.first_rank import FirstRank
     from sync_plugin_store.later_rank import LaterRank
@@ -326,7 +327,7 @@ def _rank(context: TransportContext, holding: Holding, options: StoreOptions) ->
     if holding.rank:
         writer = PieceWriter(objects, **options.writing(objects))
         return LaterRank(objects, key, holding, writer, **waiting)
-    publisher = Publisher(
+    publisher = RunPublisher(
         objects,
         key,
         keep=options.keep,
@@ -358,7 +359,7 @@ def _check_written(url: str) -> None:
         )
 
 
-def _check_rank(holding: Holding, options: StoreOptions) -> None:
+def _check_rank(holding: Holding, options: StoreSchemeOptions) -> None:
     """Raise `OptionError` for options with which ranks cannot write one run."""
     example = "Sender(Sharded('store', rank, size), model, url='s3://bucket/run', key='FILE')"
     if options.url is None or "{run}" in options.url:
@@ -384,7 +385,7 @@ def _check_rank(holding: Holding, options: StoreOptions) -> None:
         )
 
 
-def _receiver(context: TransportContext, options: StoreOptions) -> ReceiverTransport:
+def _receiver(context: TransportContext, options: StoreSchemeOptions) -> ReceiverTransport:
     endpoint: StoreEndpoint = context.endpoint
     # A call that waits for the whole timeout learns why a place has failed.
     sources = open_all(endpoint.urls, context.timeout / 2)

@@ -22,7 +22,7 @@ from sync_plugin_std.stores import Store, Versions
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.folders import OwnFolder
 from sync_plugin_store.objects import Objects
-from sync_plugin_store.publisher import Publisher
+from sync_plugin_store.publisher import RunPublisher
 from sync_plugin_store.reader import Fetch, GoneError, RunReader, notify
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Publishing:
 
     def __init__(
         self,
-        publisher: Publisher,
+        publisher: RunPublisher,
         endpoint: StoreEndpoint,
         make_address: Callable[[], bytes | None],
         folder: OwnFolder | None,

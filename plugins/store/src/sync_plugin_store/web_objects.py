@@ -60,7 +60,7 @@ class _BrokenError(Exception):
     """A request may succeed when it is tried again."""
 
 
-class _Timed:
+class _TimedSocket:
     """A socket whose calls together end at a deadline, also where bytes drip in."""
 
     def __init__(self, sock: Any) -> None:
@@ -94,7 +94,7 @@ class _Timed:
 
 
 class _TimedReader(io.RawIOBase):
-    def __init__(self, timed: _Timed, raw: Any) -> None:
+    def __init__(self, timed: _TimedSocket, raw: Any) -> None:
         self._timed, self._raw = timed, raw
 
     def readable(self) -> bool:
@@ -130,7 +130,7 @@ class WebObjects(RemoteObjects):
         # The connections that wait for a request.
         self._idle: list[tuple[Origin, Any]] = []
         # The sockets of requests that are under way.
-        self._busy = set[_Timed]()
+        self._busy = set[_TimedSocket]()
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -379,7 +379,7 @@ def _connect(origin: Origin, context: ssl.SSLContext, deadline: float) -> Any:
     else:
         connection = HTTPConnection(*at, timeout=timeout)
     connection.connect()
-    connection.sock = connection.timed = _Timed(connection.sock)
+    connection.sock = connection.timed = _TimedSocket(connection.sock)
     connection.through = through
     return connection
 

@@ -40,7 +40,7 @@ def register() -> None:
     name = "sync_core"
     try:
         WeightTransferEngineFactory.register_engine(
-            name, "sync_plugin_vllm.engine", "SyncCoreEngine"
+            name, "sync_plugin_vllm.engine", "SyncCoreWeightEngine"
         )
         WeightTransferTrainerFactory.register_engine(
             name, "sync_plugin_vllm.trainer", "SyncCoreTrainerEngine"

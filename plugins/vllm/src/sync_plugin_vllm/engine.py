@@ -79,7 +79,7 @@ class SyncCoreUpdateInfo(WeightTransferUpdateInfo):
     version: int
 
 
-class SyncCoreEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo]):
+class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo]):
     """Loads what a `sync_core.Sender` sends, by the model's own ``load_weights``."""
 
     init_info_cls = SyncCoreInitInfo

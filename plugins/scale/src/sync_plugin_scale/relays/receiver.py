@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ReceivedChunk:
     """A chunk that has come.
 
     Args:
@@ -100,7 +100,7 @@ class ChunkedReceiver(ReceiverTransport):
                 )
         return None
 
-    def next_chunk(self, timeout: float) -> Chunk | None:
+    def next_chunk(self, timeout: float) -> ReceivedChunk | None:
         """The next chunk of a version; `keep` has to follow."""
         deadline = time.monotonic() + timeout
         while True:
@@ -145,7 +145,7 @@ class ChunkedReceiver(ReceiverTransport):
         payload.release()
         self._lanes[lane].acknowledge(Answer.refusal(payload.version, error))
 
-    def _read(self, payload: Payload, lane: int) -> Chunk:
+    def _read(self, payload: Payload, lane: int) -> ReceivedChunk:
         """Return the chunk in a payload, once it is one that the agreed layout gives reason for."""
         if payload.layout.names != (CHUNK, CHUNK_HEAD):
             raise PayloadError(f"expected a chunk, got {', '.join(payload.layout.names)[:200]}")
@@ -163,9 +163,9 @@ class ChunkedReceiver(ReceiverTransport):
         expected = min(chunk_nbytes, nbytes - index * chunk_nbytes)
         if index < 0 or data.numel() != expected:
             raise PayloadError(f"chunk {index} of {nbytes} bytes has {data.numel()}")
-        return Chunk(version, index, nbytes, chunk_nbytes, data, payload, lane)
+        return ReceivedChunk(version, index, nbytes, chunk_nbytes, data, payload, lane)
 
-    def keep(self, chunk: Chunk) -> ChunkedVersion:
+    def keep(self, chunk: ReceivedChunk) -> ChunkedVersion:
         """Copy a chunk, answer unless it is the last, and return what is there of its version."""
         version = self._version
         assert version is not None

@@ -36,7 +36,7 @@ _KEPT = 64
 
 
 @dataclass(eq=False)
-class _Member:
+class _ShardWorker:
     """One worker.
 
     Args:
@@ -80,7 +80,7 @@ class ShardedSender(SenderTransport):
         # The sender's versions, by those of the inner transport, for late answers.
         self._versions: dict[int, int] = {}
         self._layouts: dict[tuple[Request, tuple[TensorSpec, ...]], Layout] = {}
-        self._members = {worker_id: _Member() for worker_id in context.worker_ids}
+        self._members = {worker_id: _ShardWorker() for worker_id in context.worker_ids}
         self._inner_of: dict[Delivery, Delivery] = {}
         self._inner = scheme.inner_sender(
             context,
@@ -117,7 +117,7 @@ class ShardedSender(SenderTransport):
         self,
         payload: Payload,
         worker_ids: Sequence[int],
-        members: Mapping[int, _Member],
+        members: Mapping[int, _ShardWorker],
         started: float,
     ) -> dict[int, Delivery]:
         left = [worker_id for worker_id in worker_ids if worker_id in members]
@@ -143,7 +143,7 @@ class ShardedSender(SenderTransport):
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, and ask what it wants."""
         self._inner.add_worker(worker_id, worker)
-        self._members[worker_id] = _Member()
+        self._members[worker_id] = _ShardWorker()
         self._ask((worker_id,))
 
     def remove_worker(self, worker_id: int) -> None:
@@ -169,7 +169,7 @@ class ShardedSender(SenderTransport):
                 member.asked = delivery
                 delivery.watch(partial(self._answered, member))
 
-    def _answered(self, member: _Member, inner: Delivery, error: WorkerError | None) -> None:
+    def _answered(self, member: _ShardWorker, inner: Delivery, error: WorkerError | None) -> None:
         """Note that a worker, or another in its place, answers by what it wants."""
         del error
         if inner.latest is not None and inner.latest.request is not None:
@@ -186,7 +186,7 @@ class ShardedSender(SenderTransport):
             for delivery in self._send_to({worker_id: member}, member.request, newest).values():
                 delivery.watch(partial(_report_late, self._notify))
 
-    def _must_be_asked(self, member: _Member) -> bool:
+    def _must_be_asked(self, member: _ShardWorker) -> bool:
         """Return whether a question has ended without a request, as its worker was lost."""
         asked = member.asked
         return (
@@ -196,7 +196,7 @@ class ShardedSender(SenderTransport):
             and self._request_in(member, asked) is None
         )
 
-    def _learn(self, members: Sequence[_Member], deadline: float) -> None:
+    def _learn(self, members: Sequence[_ShardWorker], deadline: float) -> None:
         """Take the workers' requests; of those that never had one, wait for it."""
         awaited = [m.asked for m in members if m.request is None and m.asked and not m.waited]
         if awaited:
@@ -204,7 +204,7 @@ class ShardedSender(SenderTransport):
         for member in members:
             self._take_request(member)
 
-    def _take_request(self, member: _Member) -> None:
+    def _take_request(self, member: _ShardWorker) -> None:
         """Take the request that a worker has answered by, if it has."""
         asked = member.asked
         if asked is None or not asked.ended:
@@ -213,7 +213,7 @@ class ShardedSender(SenderTransport):
         if request is not None:
             member.request, member.asked = request, None
 
-    def _request_in(self, member: _Member, asked: Delivery) -> Request | None:
+    def _request_in(self, member: _ShardWorker, asked: Delivery) -> Request | None:
         member.refused = ""
         if asked.latest is None or asked.latest.request is None:
             return None
@@ -225,9 +225,9 @@ class ShardedSender(SenderTransport):
             return None
 
     def _send_to_known(
-        self, members: Mapping[int, _Member], payload: Payload
+        self, members: Mapping[int, _ShardWorker], payload: Payload
     ) -> dict[int, Delivery]:
-        groups: dict[Request, dict[int, _Member]] = {}
+        groups: dict[Request, dict[int, _ShardWorker]] = {}
         for worker_id, member in members.items():
             if member.request is not None:
                 groups.setdefault(member.request, {})[worker_id] = member
@@ -243,7 +243,7 @@ class ShardedSender(SenderTransport):
         return deliveries
 
     def _send_to(
-        self, members: Mapping[int, _Member], request: Request, payload: Payload
+        self, members: Mapping[int, _ShardWorker], request: Request, payload: Payload
     ) -> dict[int, Delivery]:
         count = len(self._holding.tensors)
         extras = payload.layout.specs[count:]
@@ -281,7 +281,7 @@ class ShardedSender(SenderTransport):
         return layout
 
     def _forward(
-        self, delivery: Delivery, member: _Member, inner: Delivery, error: WorkerError | None
+        self, delivery: Delivery, member: _ShardWorker, inner: Delivery, error: WorkerError | None
     ) -> None:
         """Report the outcome of an inner delivery, under the sender's version."""
         if error is not None and error is delivery.error:
@@ -298,7 +298,7 @@ class ShardedSender(SenderTransport):
         else:
             delivery.acknowledge()
 
-    def _absent(self, worker_id: int, member: _Member, payload: Payload) -> Delivery:
+    def _absent(self, worker_id: int, member: _ShardWorker, payload: Payload) -> Delivery:
         member.waited = True
         delivery = Delivery(worker_id, payload.version, 0)
         if member.asked is not None and member.asked.error is not None and not member.refused:

@@ -69,7 +69,7 @@ class _Member:
     again: bool = False
 
 
-class _Outgoing(Delivery):
+class _TwoPhaseDelivery(Delivery):
     """A version on its way to a worker, which ends when the worker has committed it, or cannot."""
 
     def __init__(self, worker_id: int, packed: _Packed, round_: _Round) -> None:
@@ -106,7 +106,7 @@ class _Round:
     packed: _Packed
     to_all: bool
     suspects: frozenset[int]
-    outgoing: dict[int, _Outgoing] = field(default_factory=dict)
+    outgoing: dict[int, _TwoPhaseDelivery] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
     required: set[int] = field(default_factory=set)
     waited: bool = False
@@ -172,7 +172,7 @@ class TwoPhaseSender(SenderTransport):
             packed = self._pack(payload)
             to_all = self._members.keys() <= set(worker_ids)
             begun = _Round(self._number, packed, to_all, self._suspects, required=set(worker_ids))
-            begun.outgoing = {i: _Outgoing(i, packed, begun) for i in worker_ids}
+            begun.outgoing = {i: _TwoPhaseDelivery(i, packed, begun) for i in worker_ids}
             self._round = begun
             travelling = replace(packed.payload(begun.number), packing=payload.packing)
             try:
@@ -197,7 +197,7 @@ class TwoPhaseSender(SenderTransport):
         not have staged the version.
         """
         deadline = time.monotonic() + timeout
-        given = [delivery for delivery in deliveries if isinstance(delivery, _Outgoing)]
+        given = [delivery for delivery in deliveries if isinstance(delivery, _TwoPhaseDelivery)]
         waiting = given[0].round if given else self._round
         if waiting is not None and not waiting.decided.ended:
             worker_ids = {delivery.worker_id for delivery in given}
@@ -271,7 +271,7 @@ class TwoPhaseSender(SenderTransport):
         if len(self._numbered) > _NUMBERS:
             del self._numbered[next(iter(self._numbered))]
 
-    def _note_size(self, outgoing: _Outgoing, delivery: Delivery) -> None:
+    def _note_size(self, outgoing: _TwoPhaseDelivery, delivery: Delivery) -> None:
         """Let the report say what of the version travelled."""
         outgoing.nbytes, outgoing.changed = delivery.nbytes, delivery.changed
         outgoing.base = self._numbered.get(delivery.base, 0)
@@ -286,7 +286,7 @@ class TwoPhaseSender(SenderTransport):
         """Have the thread act on an outcome of a delivery of one of the transports."""
         self._events.put(partial(act, current, delivery, error))
 
-    def _ended(self, outgoing: _Outgoing) -> None:
+    def _ended(self, outgoing: _TwoPhaseDelivery) -> None:
         """The sender's delivery has ended, perhaps since the send was given up."""
         if outgoing.error is None:
             return
@@ -343,7 +343,7 @@ class TwoPhaseSender(SenderTransport):
         current.failures[worker_id] = error
         current.outgoing[worker_id].fail(error)
 
-    def _given_up(self, outgoing: _Outgoing) -> None:
+    def _given_up(self, outgoing: _TwoPhaseDelivery) -> None:
         """Decide about a version for which nothing waits any more."""
         current = outgoing.round
         known = outgoing.worker_id in current.failures or outgoing.worker_id not in self._members
@@ -438,7 +438,7 @@ class TwoPhaseSender(SenderTransport):
     def _answered_late(
         self,
         decision: Decision,
-        outgoing: _Outgoing | None,
+        outgoing: _TwoPhaseDelivery | None,
         delivery: Delivery,
         error: WorkerError | None,
     ) -> None:
@@ -447,7 +447,7 @@ class TwoPhaseSender(SenderTransport):
     def _answered(
         self,
         decision: Decision,
-        outgoing: _Outgoing | None,
+        outgoing: _TwoPhaseDelivery | None,
         delivery: Delivery,
         error: WorkerError | None,
     ) -> None:
