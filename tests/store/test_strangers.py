@@ -21,9 +21,10 @@ from sync_plugin_store import ConflictError, Mirror, Run, SignatureError, StoreE
 from sync_plugin_store.format import HEAD, Manifest, Piece, digest_of, manifest_name
 from sync_plugin_store.keys import SigningKey
 from sync_plugin_store.leases import Lease
-from sync_plugin_store.objects import Directory, Objects, RemoteObjects
+from sync_plugin_store.objects import Directory, Objects
 from sync_plugin_store.publisher import RunPublisher
 from sync_plugin_store.records import RankPart, holding_name, part_name
+from sync_plugin_store.remote_objects import RemoteObjects
 
 OTHER = Manifest(run="f" * 32, version=1, pieces=(Piece("a" * 64, 4),)).to_bytes()
 NAMES = (

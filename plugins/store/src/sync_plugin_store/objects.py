@@ -15,10 +15,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from sync_core import OptionError
@@ -27,8 +26,10 @@ from sync_core.transports import uninterrupted
 from sync_plugin_store.errors import ConflictError, ReplacedError, StoreError
 
 __all__ = [
+    "LONGEST_PAUSE",
     "LONGEST_RECORD",
     "MAX_HEADER_BYTES",
+    "PIECE",
     "Found",
     "ListedObject",
     "NoRangesError",
@@ -44,11 +45,13 @@ __all__ = [
 LONGEST_RECORD = 1 << 24
 #: Longer headers of safetensors are refused, as by safetensors itself, in bytes.
 MAX_HEADER_BYTES = 100_000_000
-# Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
-_PIECE = 1 << 20
+#: Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
+PIECE = 1 << 20
 _WEB = ("http://", "https://")
-# From one try of a broken transfer to the next, in seconds; doubled up to the second.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+# From one try of a broken transfer to the next, in seconds; doubled up to the longest.
+_FIRST_PAUSE = 0.05
+#: The longest of these pauses.
+LONGEST_PAUSE = 2.0
 # Of files that are being written, before their random part.
 _TEMPORARY = ".sync-store-"
 _IS_TEMPORARY = re.compile(r"(?:[a-z]+/)?\.sync-store-[0-9a-f]{16}")
@@ -58,6 +61,15 @@ _VOLATILE = ("answers/", "parts/")
 
 class NoRangesError(StoreError):
     """A web server brings whole objects alone."""
+
+    @classmethod
+    def of(cls, url: str) -> Self:
+        """Return the error about a server."""
+        return cls(
+            f"{url} brings whole objects alone, and readers of a shard ask for parts of them; "
+            "serve the run by: sync-core serve DIRECTORY, or by another server with ranges, such "
+            "as nginx, or give Receiver a whole model"
+        )
 
 
 def is_temporary(name: str) -> bool:
@@ -138,7 +150,7 @@ class Patience:
 
     def pause(self) -> bool:
         """Wait before the next try, longer each time; return False when the time is over."""
-        seconds, self._next = self._next, min(2 * self._next, _LONGEST_PAUSE)
+        seconds, self._next = self._next, min(2 * self._next, LONGEST_PAUSE)
         left = self._until - time.monotonic()
         return left > 0 and not self._stopped.wait(min(seconds, left))
 
@@ -235,6 +247,11 @@ class Objects(ABC):
     def walk(self) -> Iterator[str]:
         """Return the names of all that is there, at any depth, as it is found."""
 
+    def check_record(self, name: str, nbytes: int) -> None:
+        """Raise `StoreError` for a small object that has too many bytes."""
+        if nbytes > LONGEST_RECORD:
+            raise StoreError(f"{name} in {self.url} has more than {LONGEST_RECORD} bytes")
+
 
 def open_all(urls: Sequence[str], timeout: float) -> list[Objects]:
     """Return places that have the same; see `open_objects`.
@@ -277,6 +294,8 @@ def open_objects(
 
         return WebObjects(url, timeout, redirects)
     if scheme in ("s3", "s3a", "gs", "az", "abfs", "abfss"):
+        from sync_plugin_store.remote_objects import RemoteObjects
+
         return RemoteObjects(url, timeout)
     raise OptionError(
         "url must be a directory, or begin with file://, s3://, gs://, az://, http:// or "
@@ -379,8 +398,7 @@ class Directory(Objects):
             return None
         except OSError as error:
             raise StoreError(f"cannot read {name} in {self.url}: {error}") from error
-        if len(data) > LONGEST_RECORD:
-            raise StoreError(f"{name} in {self.url} has more than {LONGEST_RECORD} bytes")
+        self.check_record(name, len(data))
         found = hashlib.sha256(data).hexdigest()
         return None if found == tag else Found(data, found)
 
@@ -520,179 +538,3 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
-
-
-class RemoteObjects(Objects):
-    """An object store, by obstore.
-
-    Credentials, regions and endpoints are those of this process's environment, such as
-    ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``: no address has any.
-
-    Args:
-        url: where it is.
-        timeout: how long a request that fails is tried again, in seconds.
-    """
-
-    def __init__(self, url: str, timeout: float) -> None:
-        super().__init__(url)
-        import obstore
-        from obstore.store import from_url
-
-        self._api = obstore
-        self._errors: Any = obstore.exceptions
-        client: Any = {
-            # Of one request. A slow link still brings an object in pieces: see `read`.
-            "timeout": timedelta(seconds=max(timeout, 5.0)),
-            "connect_timeout": timedelta(seconds=min(timeout, 5.0)),
-            # Services on this machine and in tests; s3:// and gs:// use https by themselves.
-            "allow_http": True,
-        }
-        retry: Any = {
-            "max_retries": 100,
-            "retry_timeout": timedelta(seconds=timeout),
-            "backoff": {
-                "init_backoff": timedelta(seconds=0.1),
-                "max_backoff": timedelta(seconds=_LONGEST_PAUSE),
-                "base": 2.0,
-            },
-        }
-        try:
-            self._store: Any = from_url(url, client_options=client, retry_config=retry)
-        except Exception as error:
-            raise OptionError(f"url={url!r} cannot be opened: {error}") from error
-
-    def look(self, name: str, tag: str | None = None) -> Found | None:
-        # A state is named by its bytes where the store has no tags.
-        options: Any = {"if_none_match": tag} if tag and not tag.startswith("sha256:") else None
-        try:
-            result = self._api.get(self._store, name, options=options)
-            if result.meta["size"] > LONGEST_RECORD:
-                raise StoreError(f"{name} in {self.url} has more than {LONGEST_RECORD} bytes")
-            data = bytes(result.bytes())
-        except self._errors.NotModifiedError:
-            return None
-        except (self._errors.NotFoundError, FileNotFoundError):
-            return None
-        except self._errors.BaseError as error:
-            raise self._failed("read", name, error) from error
-        found = result.meta["e_tag"] or f"sha256:{hashlib.sha256(data).hexdigest()}"
-        return None if found == tag else Found(data, found)
-
-    def read(
-        self,
-        name: str,
-        start: int,
-        memory: memoryview,
-        patience: Patience,
-        *,
-        whole: bool,
-        validator: Validator | None = None,
-    ) -> bool:
-        done, validator = 0, validator or Validator()
-        while done < len(memory):
-            begins, before = start + done, done
-            options: Any = None
-            if begins or not whole:
-                options = {"range": (begins, start + len(memory))}
-            try:
-                for part in self._stream(name, options, len(memory), validator):
-                    memory[done : done + len(part)] = part
-                    done += len(part)
-                if done < len(memory):
-                    raise PayloadError(f"{name} in {self.url} ends after {start + done} bytes")
-            except ReplacedError:
-                raise
-            except (self._errors.NotFoundError, FileNotFoundError):
-                return False
-            except (self._errors.BaseError, OSError) as error:
-                # Resumed where it broke; a place that brings nothing may not be the only one.
-                if done == before or not patience.pause():
-                    raise self._failed("read", name, error) from error
-        return True
-
-    def _stream(
-        self, name: str, options: Any, nbytes: int, validator: Validator
-    ) -> Iterator[memoryview]:
-        """Return the bytes of an object as they come, ``nbytes`` of them at most."""
-        result = self._api.get(self._store, name, options=options)
-        found = result.meta
-        tag = found["e_tag"] or found["last_modified"]
-        validator.check((tag, found["size"]), name, self.url)
-        if options is None and result.meta["size"] != nbytes:
-            raise PayloadError(
-                f"{name} in {self.url} has {result.meta['size']} bytes, and {nbytes} were agreed"
-            )
-        left = nbytes
-        try:
-            for part in result.stream(min_chunk_size=_PIECE):
-                left -= len(part)
-                if left < 0:
-                    raise PayloadError(f"{name} in {self.url} has more bytes than agreed")
-                yield memoryview(part)
-        except self._errors.PreconditionError:
-            # obstore has resumed it, and found another state.
-            validator.check(None, name, self.url)
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        self._put(name, data, "overwrite")
-
-    def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        mode: Any = "create" if tag is None else {"e_tag": tag}
-        try:
-            result = self._put(name, data, mode)
-        except ConflictError:
-            # The answer to an attempt that succeeded may have been lost.
-            standing = self.look(name)
-            if standing is None or standing.data != data:
-                raise
-            return standing.tag
-        return str(result["e_tag"])
-
-    def delete(self, name: str) -> None:
-        try:
-            self._api.delete(self._store, name)
-        except (self._errors.NotFoundError, FileNotFoundError):
-            return
-        except self._errors.BaseError as error:
-            raise self._failed("delete", name, error) from error
-
-    def list(self, prefix: str) -> Iterator[ListedObject]:
-        try:
-            for some in self._api.list(self._store, prefix.rstrip("/") or None):
-                for each in some:
-                    yield ListedObject(
-                        each["path"], each["size"], each["last_modified"].timestamp()
-                    )
-        except self._errors.BaseError as error:
-            raise self._failed("list", prefix, error) from error
-
-    def walk(self) -> Iterator[str]:
-        return (each.name for each in self.list(""))
-
-    def _put(self, name: str, data: bytes | memoryview, mode: Any) -> Any:
-        try:
-            return self._api.put(self._store, name, data, mode=mode, use_multipart=False)
-        except (self._errors.PreconditionError, self._errors.AlreadyExistsError) as error:
-            raise ConflictError(f"{name} in {self.url} was replaced meanwhile") from error
-        except self._errors.BaseError as error:
-            raise self._failed("write", name, error) from error
-
-    def _failed(self, verb: str, name: str, error: Exception) -> StoreError:
-        if isinstance(error, self._errors.NotSupportedError):
-            return NoRangesError(
-                f"{self.url} brings whole objects alone, and readers of a shard ask for parts of "
-                "them; serve the run by: sync-core serve DIRECTORY, or by another server with "
-                "ranges, such as nginx, or give Receiver a whole model"
-            )
-        refused = isinstance(
-            error, self._errors.PermissionDeniedError | self._errors.UnauthenticatedError
-        )
-        advice = (
-            "; give this process credentials that may, such as AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY"
-            if refused
-            else ""
-        )
-        # Messages of obstore have the whole request, on several lines.
-        text = " ".join(str(error).split())
-        return StoreError(f"cannot {verb} {name} in {self.url}: {text:.300}{advice}")

@@ -27,12 +27,13 @@ from sync_core.errors import PayloadError
 from sync_plugin_store.errors import StoreError
 from sync_plugin_store.objects import (
     LONGEST_RECORD,
+    PIECE,
     Found,
     NoRangesError,
     Patience,
-    RemoteObjects,
     Validator,
 )
+from sync_plugin_store.remote_objects import RemoteObjects
 
 __all__ = ["WebObjects"]
 
@@ -47,8 +48,6 @@ _MOST_REDIRECTS = 5
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:([0-9]{1,18})|\*)")
 # Of an answer that is not wanted: longer ones cost their connection, in bytes.
 _DRAINED = 1 << 16
-# Of a body that is read at a time, in bytes.
-_PIECE = 1 << 20
 # A file that was written so lately, in seconds, may be written again within the same second, and
 # have the same tag; the clocks of a server and of its disks may differ by as much.
 _COARSE_FOR = 60.0
@@ -144,10 +143,7 @@ class WebObjects(RemoteObjects):
                     if response.status in {304, *_GONE}:
                         return None
                     data = response.read(LONGEST_RECORD + 1)
-                    if len(data) > LONGEST_RECORD:
-                        raise StoreError(
-                            f"{name} in {self.url} has more than {LONGEST_RECORD} bytes"
-                        )
+                    self.check_record(name, len(data))
                     if response.length:
                         raise _BrokenError(f"it ended {response.length} bytes too early")
                     found = response.getheader("ETag")
@@ -183,13 +179,13 @@ class WebObjects(RemoteObjects):
                         return False
                     if response.status == 200:
                         if not whole:
-                            raise self._without_ranges()
+                            raise NoRangesError.of(self.url)
                         # Also where a range was to follow what had come.
                         done = before = 0
                     self._check_answer(response, name, start + done, start + len(memory))
                     self._check_state(response, name, validator)
                     while done < len(memory):
-                        count = response.readinto(memory[done : done + _PIECE])
+                        count = response.readinto(memory[done : done + PIECE])
                         if not count:
                             raise _BrokenError("it ended too early")
                         done += count
@@ -200,7 +196,6 @@ class WebObjects(RemoteObjects):
         return True
 
     def close(self) -> None:
-        """End the requests that are under way."""
         self._closed.set()
         with self._lock:
             idle, self._idle = self._idle, []
@@ -228,13 +223,6 @@ class WebObjects(RemoteObjects):
         validator.check((tag, _size_of(response)), name, self.url)
         age = _seconds(response.getheader("Date")) - _seconds(written)
         validator.coarse = bool(written) and age < _COARSE_FOR
-
-    def _without_ranges(self) -> NoRangesError:
-        return NoRangesError(
-            f"{self.url} brings whole objects alone, and readers of a shard ask for parts of them; "
-            "serve the run by: sync-core serve DIRECTORY, or by another server with ranges, such "
-            "as nginx, or give Receiver a whole model"
-        )
 
     @contextmanager
     def _get(self, name: str, headers: dict[str, str]) -> Iterator[HTTPResponse]:
