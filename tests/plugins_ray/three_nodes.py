@@ -57,7 +57,7 @@ def main() -> None:
         report = sender.send()
         assert report.updated == (0, 1, 2, 3), report
         transport: Any = sender._pipeline.transport
-        (location,) = get_object_locations(transport.newest_for_all[1].data).values()
+        (location,) = get_object_locations(transport.roster.wanted(0).content.data).values()
         say("workers", len(actors), "copies", len(location["node_ids"]))
         assert len(location["node_ids"]) == 3
 
