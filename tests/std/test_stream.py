@@ -254,6 +254,24 @@ def test_a_late_worker_keeps_the_first_chunk_of_a_version_that_is_still_made() -
             assert sending.result(30).updated == (0,)
 
 
+@pytest.mark.parametrize("inner", ["thread", "shm"])
+def test_a_worker_that_is_replaced_while_a_version_is_made_gets_it(inner: str) -> None:
+    workers: list[Worker] = []
+
+    def replaced() -> Iterator[Tensor]:
+        for i in range(len(NAMES)):
+            if i == 4:
+                first.close()  # with chunks that it has not read
+                workers.append(Worker(sender))
+            yield value(i, 1)
+
+    with Sender(Chunked(inner, mb=0.02), model(), num_workers=1, timeout=30) as sender:
+        first = Receiver(sender.address(0), model())
+        assert sender.send(Stream(SPECS, replaced)).updated == (0,)
+        assert holds(workers[0].model, 1)
+    workers[0].join()
+
+
 def test_a_layer_gets_the_tensors_of_a_stream() -> None:
     with Sender("thread", Stream(SPECS, lambda: good(1)), num_workers=1, layers=["bf16"]) as sender:
         worker = Worker(sender)

@@ -166,12 +166,12 @@ class ChunkedReceiver(ReceiverTransport):
         return ReceivedChunk(version, index, nbytes, chunk_nbytes, data, payload, lane)
 
     def keep(self, chunk: ReceivedChunk) -> ChunkedVersion:
-        """Copy a chunk, answer unless it is the last, and return what is there of its version."""
+        """Copy a chunk, answer unless it is the last, and return its version."""
         version = self._version
         assert version is not None
         version.chunk(chunk.index).copy_(chunk.data)
         chunk.payload.release()
-        version.available = self._next = chunk.index + 1
+        self._next = chunk.index + 1
         if chunk.index == version.count - 1:
             self._last, self._next = (version.version, chunk.lane, chunk.payload.version), 0
         else:

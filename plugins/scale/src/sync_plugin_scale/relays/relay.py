@@ -25,7 +25,6 @@ from sync_core.transports import release_with
 from sync_plugin_scale.relays.chunks import Chunked
 from sync_plugin_scale.relays.receiver import ChunkedReceiver
 from sync_plugin_scale.relays.sender import ChunkedSender
-from sync_plugin_scale.relays.version import ChunkedVersion
 
 _log = logging.getLogger("sync_core")
 # How long a relay waits for a chunk before it waits again, in seconds; `close` wakes it.
@@ -158,8 +157,6 @@ class _Passing:
         self._downstream = downstream
         self._worker_ids = worker_ids
         self._closed = False
-        self._version: ChunkedVersion | None = None
-        self._answering: _Answering | None = None
 
     def run(self) -> None:
         """Pass chunks on until the sender is gone or the relay is closed."""
@@ -189,20 +186,14 @@ class _Passing:
         if chunk is None:
             return
         version = self._upstream.keep(chunk)
-        if version is self._version:
-            self._downstream.more(version, chunk.index + 1)
+        if chunk.index < version.count - 1:
+            self._downstream.send_ahead(version, chunk.index + 1, self._worker_ids)
         else:
-            self._version = version
-            deliveries = self._downstream.begin(version, self._worker_ids)
-            self._answering = _Answering(self._upstream, deliveries)
-        if version.available == version.count and self._answering is not None:
-            self._answering.has_come()
+            _Answering(self._upstream, self._downstream.publish(version, self._worker_ids))
 
 
 class _Answering:
-    """Answers for a version once it has come, and all of the relay's workers have answered.
-
-    Workers that are gone have before; the sender expects the answer after the last chunk.
+    """Answers for a version that has come once all of the relay's workers have answered.
 
     Args:
         upstream: where the answer goes.
@@ -213,19 +204,12 @@ class _Answering:
         self._upstream = upstream
         self._deliveries = deliveries
         self._answered = threading.Lock()
-        self._has_come = False
         for delivery in deliveries.values():
             delivery.watch(self._look)
 
-    def has_come(self) -> None:
-        """Answer from now on: the version's last chunk is here."""
-        self._has_come = True
-        for delivery in self._deliveries.values():
-            self._look(delivery, delivery.error)
-
     def _look(self, delivery: Delivery, error: WorkerError | None) -> None:
         del error
-        if not self._has_come or not all(each.ended for each in self._deliveries.values()):
+        if not all(each.ended for each in self._deliveries.values()):
             return
         if not self._answered.acquire(blocking=False):
             return
