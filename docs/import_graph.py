@@ -71,7 +71,7 @@ def lazy_imports() -> set[Import]:
 
 
 def imported_names() -> Iterator[Import]:
-    """Return the imports in statements, each name by itself, those for type checkers included."""
+    """Return the imports in statements, each name separately, those for type checkers included."""
     for module, text in sources():
         yield from names_in(module, text)
 

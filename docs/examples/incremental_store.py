@@ -145,7 +145,7 @@ class Directory(Store):
 
 @dataclass(frozen=True)
 class Description:
-    """What is said of a version.
+    """Describes a version.
 
     Args:
         version: its number.

@@ -1,4 +1,4 @@
-"""What an error of a worker with more tensors than are sent advises, tried."""
+"""The advice of errors about workers with more tensors than are sent, followed."""
 
 from __future__ import annotations
 

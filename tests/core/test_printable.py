@@ -1,4 +1,4 @@
-"""What a peer has written is printed and logged as text, and forges no line."""
+"""Text of a peer is printed and logged as text, and forges no line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer's side takes is not charged to its workers."""
+"""The time that a trainer needs is not charged to its workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sync_core.errors import PrepareTimeoutError
 
 
 class Slow:
-    """A layer that takes so many seconds."""
+    """A layer that sleeps for some seconds."""
 
     seconds = 0.0
 
@@ -28,7 +28,7 @@ class Slow:
 
 
 class SlowHook(nn.Linear):
-    """A module whose hook of `state_dict` takes so many seconds."""
+    """A module whose hook of `state_dict` sleeps for some seconds."""
 
     seconds = 0.0
 

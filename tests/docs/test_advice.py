@@ -1,4 +1,4 @@
-"""What errors and pages advise to install exists, and belongs to this project."""
+"""Distributions that errors and pages advise to install exist, and belong to this project."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def connect(scheme: Wires, sender: Sender, model: Any, worker_id: int = 0) -> Re
     receiver = Receiver(sender.address(worker_id), model)
 
     def commit() -> None:
-        with suppress(WorkerError):  # the sender is told
+        with suppress(WorkerError):  # the sender learns it
             receiver.receive(0)
 
     scheme.receivers[worker_id].commit = commit

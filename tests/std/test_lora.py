@@ -265,7 +265,7 @@ TIED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", TIED, ids=["embedding", "head", "saved"])
 def test_the_advice_about_tied_embeddings_leads_to_equal_workers(options: dict[str, Any]) -> None:
-    """What PEFT merges into one of two tied tensors changes the other one, too."""
+    """A merge of PEFT into one of two tied tensors changes the other one, too."""
     base = qwen(0).eval()
     with pytest.raises(
         (ModelError, LayoutMismatchError), match=r"tied .*tie_word_embeddings=False"

@@ -1,4 +1,4 @@
-"""Whatever a store holds, a reader takes the memory and the time that there is reason for."""
+"""A reader of a hostile store takes no more memory and time than its model gives reason for."""
 
 from __future__ import annotations
 

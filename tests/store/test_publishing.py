@@ -219,7 +219,7 @@ def test_a_lease_that_is_wrong_keeps_nothing(tmp_path: Path, lease: bytes) -> No
             sender.send()
         with Run(str(tmp_path), Run.key_of(sender)) as run:
             assert run.versions() == (3,)
-    # It may be somebody else's.
+    # It may belong to others.
     assert (tmp_path / "leases" / "one.json").exists()
 
 

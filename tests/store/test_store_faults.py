@@ -100,7 +100,7 @@ def test_a_trainer_that_ends_at_any_step_leaves_whole_versions(
         pieces = {p.digest for manifest in manifests for p in manifest.pieces}
         again.collect()
         left = {path.name for path in (folder / "objects").iterdir()}
-        # A kill leaves what no manifest has named: such objects may be somebody else's.
+        # A kill leaves objects that no manifest has named: these may belong to others.
         assert left >= pieces if killed else left == pieces
         assert len(list((folder / "manifests").iterdir())) == len(manifests)
         reader.close()

@@ -1,4 +1,4 @@
-"""Files of others in the place of a run: none is replaced or removed."""
+"""Files of others beside a run: none is replaced or removed."""
 
 from __future__ import annotations
 

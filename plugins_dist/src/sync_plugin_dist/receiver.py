@@ -95,7 +95,7 @@ class StreamReceiver(ReceiverTransport):
         self._most_nbytes = layout.most_nbytes
         self._wire: TensorGroup | None = None
         self._rendezvous: Rendezvous | None = None
-        # What has come whole, and waits for its sum.
+        # A version that has arrived whole, and waits for its sum.
         self._arrived: tuple[Transfer, Block] | None = None
         self._offered = 0
         self._seen = 0

@@ -109,7 +109,7 @@ def _reachable(roots: Iterable[tuple[str, Any]]) -> Iterator[_Reached]:
         if isinstance(value, Tensor):
             yield _Reached(path, value, owner, is_registered=False)
         elif isinstance(value, nn.Module):
-            # A module around the model, such as its parent, has tensors of its own.
+            # A module around the model, such as its parent, has other tensors.
             if not is_registered and not around.isdisjoint(map(id, value.modules())):
                 continue
             prefix = path if is_registered else f"{path}."
@@ -159,7 +159,7 @@ def _covers(sent: Iterable[Tensor], tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses at which a tensor begins and ends; zeros for one without memory of its own."""
+    """The addresses at which a tensor begins and ends; zeros for one without memory."""
     with suppress(Exception):
         if start := tensor.data_ptr():
             return start, end_of(tensor)

@@ -136,7 +136,7 @@ class PendingSend:
         self._skipped = skipped
         self._unwaited = unwaited
         self._started = started
-        # What the trainer's side took before is not charged to the workers.
+        # The time that the trainer took before is not charged to the workers.
         self._offered = started if offered is None else offered
         self._timeout = timeout
         self._wait = wait

@@ -88,7 +88,7 @@ class Source:
         self._given: Binding | None = None
         self._known: KnownLayout | None = None
         self._allowed = allowed
-        # What was found to register what it trains: the model, and what was given last.
+        # Already checked for tensors that are not registered: the model, and the last weights.
         self._registered: dict[bool, Any] = {}
 
     def read(self, weights: Any, agreed: Layout | None) -> Update:

@@ -16,7 +16,7 @@ from sync_plugin_std.stores.store import SENDER, machine
 
 _log = logging.getLogger("sync_core")
 _FOLDER = re.compile(r"sync-[0-9a-f]{16}")
-# What a sender and its workers write there: records, versions, and files that are being written.
+# The names of files of a sender and its workers: records, versions, and files in progress.
 _FILE = re.compile(r"sender\.json|worker-[0-9]+\.json|.*-[0-9]{8,}\.safetensors|\.[0-9a-f]{16}")
 # No sender is as long without a sign of life, in seconds: it gives one ten times in `lost_after`.
 _ABANDONED = 3600.0

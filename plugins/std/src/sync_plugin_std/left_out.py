@@ -248,7 +248,7 @@ def _differing(names: list[str], found: Mapping[str, bytes], marks: bytes, part:
 
 
 def _describe_training(model: Any, tensors: list[Tensor]) -> str:
-    """What to do where some of these are buffers of modules in training mode."""
+    """Return advice where some of these are buffers of modules in training mode."""
     buffers = {
         place_of(buffer)
         for _, owner in modules_in(model)

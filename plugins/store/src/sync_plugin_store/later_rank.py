@@ -191,7 +191,7 @@ class LaterRank(Rank):
             if head is not None and head.version >= version:
                 # Published since the last look: rank 0 lost the answer about it, and gave it up.
                 return None
-            # Every rank finds out by itself where the ranks do not hold a whole model.
+            # Each rank finds out alone that the ranks do not hold a whole model.
             self.join(session)
             raise StoreError(
                 f"version {version} was not published, as rank 0 has given it up: {session.reason}"

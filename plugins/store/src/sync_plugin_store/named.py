@@ -1,4 +1,4 @@
-"""What of a place belongs to a run: nothing else there may be replaced or removed.
+"""The objects of a place that belong to a run: no others there may be replaced or removed.
 
 A place may hold files of other people and programs, also below ``objects/`` and also under names of
 the format's own form. A run's own are those that one of its manifests has named.

@@ -265,8 +265,8 @@ class RunPublisher:
         What ranks of this session have written stays, for a version that is not published yet, and
         what has been dropped stays for the grace. So do younger objects, by the store's clock.
 
-        What no manifest and no record of this run has named is somebody else's, or was left by a
-        trainer that was killed after a send had failed or within it, and stays.
+        Objects that no manifest and no record of this run has named stay. They belong to others,
+        or were left by a trainer that was killed within a send, or after one that failed.
 
         Returns:
             How many objects were removed.

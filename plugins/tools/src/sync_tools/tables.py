@@ -1,6 +1,6 @@
 """Plain text for the terminal: tables that fit its width, and colours where it shows them.
 
-What is printed may come from workers, from files and from the metadata of distributions: `paint`,
+Printed text may come from workers, from files and from the metadata of distributions: `paint`,
 `print_line` and `format_table` make it printable (`sync_core.printable`).
 """
 

@@ -189,7 +189,7 @@ class IncrementalSender(SenderTransport):
         """Forget a worker."""
         with self._calling:
             del self._workers[worker_id]
-            # First, so that no delivery of its own has to be ended with the roster's lock held.
+            # First, so that the roster ends no delivery of the transport with its lock held.
             self._transport.remove_worker(worker_id)
             self._roster.remove(worker_id)
 

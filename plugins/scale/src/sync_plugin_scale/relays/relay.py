@@ -78,7 +78,7 @@ class Relay:
                 "share; type Relay(sender.address(sender.add_worker()), num_workers=…)"
             )
         context = address.transport_context(scheme.name, address.timeout)
-        # A sender of its own: its workers and those of its sender share no secret.
+        # Another sender, since its workers and those of the trainer share no secret.
         self._context = replace(
             context,
             side="sender",

@@ -37,7 +37,7 @@ from sync_testing.schemes.worker import Worker
 
 
 class _Slow(ComputedWeights):
-    """A module whose tensors are made one after the other, each after so many seconds."""
+    """A module that makes its tensors one after the other, each after some seconds."""
 
     def __init__(self, module: torch.nn.Module, seconds: float) -> None:
         super().__init__(module)

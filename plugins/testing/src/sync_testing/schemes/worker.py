@@ -79,7 +79,7 @@ class Worker:
         self.receiver = Receiver(address, self.model)
 
     def addresses(self) -> list[int]:
-        """Where the tensors of the model lie."""
+        """Return the addresses of the model's tensors."""
         return [tensor.data_ptr() for tensor in self.model.state_dict().values()]
 
     def receive(self, timeout: float | None = None) -> int | None:
