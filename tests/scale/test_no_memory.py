@@ -32,7 +32,9 @@ with Sender(sys.argv[1], source, num_workers=1, timeout=30) as sender:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
-@pytest.mark.parametrize(("scheme", "megabytes"), [("increments::shm", 18), ("chunked::shm", 10)])
+@pytest.mark.parametrize(
+    ("scheme", "megabytes"), [("increments::shm", 18), ("chunked::shm", 10), ("file", 10)]
+)
 def test_the_sender_learns_at_once_that_a_worker_has_no_memory(scheme: str, megabytes: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, scheme, str(megabytes)],

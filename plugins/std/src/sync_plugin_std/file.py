@@ -108,7 +108,9 @@ class DirectoryStore(Store):
         """Return the bytes of a record; None for what is not a file, or too long for a record."""
         try:
             with self._open(name) as file:
-                data = file.read(LONGEST_RECORD + 1)
+                size = os.fstat(file.fileno()).st_size
+                # All of the memory for so many bytes is allocated first.
+                data = file.read(min(size, LONGEST_RECORD) + 1)
         except (FileNotFoundError, NotAFileError):
             return None
         return data if len(data) <= LONGEST_RECORD else None

@@ -27,7 +27,7 @@ from sync_core import (
     SenderTransport,
     TransportContext,
 )
-from sync_core.errors import PayloadError
+from sync_core.errors import CapacityError, PayloadError
 from sync_core.transports import Publication, Roster, uninterrupted
 from sync_plugin_std.stores.store import (
     CLOSING,
@@ -178,9 +178,11 @@ class StoreReceiver(ReceiverTransport):
                 return None
             self._seen = version
             return Payload.unpack(block, version, since=began)
-        except (PayloadError, NotAFileError) as error:
+        except (CapacityError, PayloadError, NotAFileError) as error:
             self._seen = version
             self.acknowledge(Answer.refusal(version, error))
+            if isinstance(error, CapacityError):
+                raise
             raise PayloadError(str(error)) from error
 
     def _wanted(self) -> tuple[int, tuple[int, str]]:
