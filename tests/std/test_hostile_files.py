@@ -142,7 +142,9 @@ def test_a_pipe_in_place_of_a_record_makes_no_call_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_next_sender_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+def test_the_next_sender_removes_what_a_killed_one_has_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     program = f"""
 import sys, time, torch
 from sync_core import Sender
@@ -183,6 +185,7 @@ time.sleep(60)
             assert young.exists()
             assert not old.exists()
             assert [path.name for path in others.iterdir()] == ["notes.txt"]
+            assert "cannot remove" not in caplog.text
     finally:
         for trainer in trainers:
             with suppress(OSError):

@@ -40,12 +40,16 @@ def remove_left(directory: Path) -> None:
                 for path in folder.iterdir():
                     if _FILE.fullmatch(path.name):
                         path.unlink()
+                if any(folder.iterdir()):
+                    continue
                 folder.rmdir()
                 _log.info("removed %s, which a trainer that is dead has left", folder)
         except FileNotFoundError:
             continue  # another sender has removed it meanwhile
         except OSError as error:
-            _log.warning("cannot remove %s, which a dead trainer has left: %s", folder, error)
+            # As text: the error holds the frames of the sender that is being made.
+            text = str(error)
+            _log.warning("cannot remove %s, which a dead trainer has left: %s", folder, text)
 
 
 def _is_abandoned(folder: Path) -> bool:
