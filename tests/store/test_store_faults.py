@@ -333,31 +333,20 @@ def test_what_becomes_visible_late_is_waited_for(tmp_path: Path) -> None:
     assert values(copy) == {1.0}
 
 
-def test_a_reader_whose_version_is_gone_continues_with_the_newest(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "timeout"), [({"keep": 1, "grace": 0.0}, 20.0), ({"keep": 2}, 1.0)]
+)
+def test_a_reader_whose_version_is_broken_continues_with_a_newer_one(
+    options: dict[str, Any], timeout: float, tmp_path: Path
+) -> None:
     policy, copy = model(1.0), model()
-    with Sender("store", policy, url=str(tmp_path), keep=1, grace=0.0) as sender:
+    with Sender("store", policy, url=str(tmp_path), **options) as sender:
         sender.send()
         with Run(str(tmp_path), Run.key_of(sender)) as run:
             digest = max(run.manifest(1).pieces, key=lambda piece: piece.nbytes).digest
         tamper(tmp_path / "objects" / digest, "deleted")
-        with Receiver(sender.address(), copy, timeout=20.0) as receiver:
+        with Receiver(sender.address(), copy, timeout=timeout) as receiver:
             # It has begun to fetch the first version, which does not come.
-            assert receiver.receive(0.2) is None
-            fill(policy, 2.0)
-            sender.send()
-            assert receiver.receive() == 2
-    assert values(copy) == {2.0}
-
-
-def test_a_reader_whose_version_is_broken_continues_with_a_newer_one(tmp_path: Path) -> None:
-    policy, copy = model(1.0), model()
-    with Sender("store", policy, url=str(tmp_path), keep=2) as sender:
-        sender.send()
-        with Run(str(tmp_path), Run.key_of(sender)) as run:
-            digest = max(run.manifest(1).pieces, key=lambda piece: piece.nbytes).digest
-        tamper(tmp_path / "objects" / digest, "deleted")
-        with Receiver(sender.address(), copy, timeout=1.0) as receiver:
-            # It has begun to fetch the first version, which does not come, and is kept.
             assert receiver.receive(0.2) is None
             fill(policy, 2.0)
             sender.send()

@@ -42,7 +42,7 @@ __all__ = [
 
 _CORE = "sync-core"
 #: The distributions of this project. An error advises to install these by name, and no others: a
-#: name of PyPI may be anybody's.
+#: name of PyPI may belong to others.
 OURS = frozenset(
     (
         *(_CORE, "sync-collector", "sync-testing", "sync-tools"),

@@ -202,7 +202,7 @@ class TwoPhaseReceiver(ReceiverTransport):
         if not decision.commit:
             self._answer(Answer(version=number))
             return
-        error = SyncError("this worker holds the version no longer that is to be committed")
+        error = SyncError("this worker no longer holds the version that is to be committed")
         refusal = Answer.refusal(number, error)
         dropped = decision.number == self._dropped
         self._answer(replace(refusal, request=AGAIN) if dropped else refusal)

@@ -56,7 +56,7 @@ class Worker:
             signal.alarm(100)
             while True:
                 signal.pause()
-        # What a worker's process group leaves behind is ended.
+        # Processes that a worker's process group leaves behind are ended.
         os.setpgid(child, child)
         return child
 
