@@ -57,6 +57,7 @@ PUBLIC = (
     "sync_core.transports",
     "sync_core.wrapping",
     "sync_plugin_std.local",
+    "sync_plugin_std.calls",
     "sync_plugin_std.workers",
     "sync_plugin_scale",
     "sync_plugin_scale.increments",
@@ -124,16 +125,9 @@ _USER_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 #: for what is on no other page of the module.
 _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "calling": (
-        "sync_core.transports",
+        "sync_plugin_std.calls",
         "Transports that call workers",
-        (
-            "PointToPointTransport",
-            "CallingTransport",
-            "CalledWorker",
-            "DeliveryRequest",
-            "DeliveryOutcome",
-            "HandedTransport",
-        ),
+        (),
     ),
     "shared-memory": (
         "sync_plugin_std.local",
@@ -390,8 +384,6 @@ _ENDPOINTS = (
     "Delivery",
     "Answer",
     "IndirectEndpoint",
-    "CalledReceiver",
-    "CalledReceivers",
 )
 
 

@@ -19,7 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from tensordict import TensorDictBase
 from tests.collector.processes import MODELS, Pid, collector
-from tests.core.test_calling import Agent, CallsScheme, linear
+from tests.std.test_calling import Agent, CallsScheme, linear
 
 from sync_collector import Collector
 from sync_collector.envs import CountingEnv

@@ -17,6 +17,7 @@ LAZY = (
     "sync_plugin_scale",
     "sync_plugin_scale.increments",
     "sync_plugin_scale.shards",
+    "sync_plugin_std.calls",
     "sync_plugin_std.local",
     "sync_plugin_std.workers",
     "sync_plugin_store",

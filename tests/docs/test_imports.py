@@ -49,7 +49,7 @@ def test_lazy_tables_are_read(imports: ModuleType) -> None:
     found = {(each.importer, each.imported) for each in imports.lazy_imports()}
     assert {
         ("sync_core", "sync_core.sending.sender"),
-        ("sync_core.transports", "sync_core.transports.calling"),
+        ("sync_plugin_std.calls", "sync_plugin_std.calls.calling"),
         ("sync_plugin_std", "sync_plugin_std.restart"),
         ("sync_tools", "sync_tools.status"),
     } <= found

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from sync_core.models.extract import gathered
-    from sync_core.receiving.called import CalledReceiver, CalledReceivers
     from sync_core.receiving.multi_model import receive_together
     from sync_core.receiving.receiver import Receiver
     from sync_core.report import Reporter, SendReport, WorkerResult
@@ -98,7 +97,6 @@ _MODULES = {
         "hookimpl",
     ),
     "sync_core.models.extract": ("gathered",),
-    "sync_core.receiving.called": ("CalledReceiver", "CalledReceivers"),
     "sync_core.receiving.multi_model": ("receive_together",),
     "sync_core.receiving.receiver": ("Receiver",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
@@ -127,8 +125,6 @@ __all__ = [
     "ApplyContext",
     "ApplyError",
     "BindContext",
-    "CalledReceiver",
-    "CalledReceivers",
     "CapacityError",
     "ClosedError",
     "CorruptionError",

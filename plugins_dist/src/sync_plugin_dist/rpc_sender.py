@@ -15,8 +15,6 @@ from torch.distributed import rpc
 
 from sync_core import (
     Address,
-    CalledReceiver,
-    CalledReceivers,
     Delivery,
     ModelPathError,
     OptionError,
@@ -27,16 +25,18 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.transports import (
+from sync_plugin_dist.options import DistOptions
+from sync_plugin_dist.protocol import Farewell
+from sync_plugin_dist.rpc_world import others
+from sync_plugin_dist.sender import DistSender
+from sync_plugin_std.calls import (
+    CalledReceiver,
+    CalledReceivers,
     CalledWorker,
     CallingTransport,
     DeliveryOutcome,
     DeliveryRequest,
 )
-from sync_plugin_dist.options import DistOptions
-from sync_plugin_dist.protocol import Farewell
-from sync_plugin_dist.rpc_world import others
-from sync_plugin_dist.sender import DistSender
 
 
 class RpcReceiver(CalledReceiver):

@@ -6,10 +6,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sync_core import Address, CalledReceiver, CalledReceivers, Layout, Payload, SyncError
-from sync_core.transports import DeliveryOutcome, DeliveryRequest
+from sync_core import Address, Layout, Payload, SyncError
 from sync_plugin_ray import liveness
 from sync_plugin_ray.store import read
+from sync_plugin_std.calls import (
+    CalledReceiver,
+    CalledReceivers,
+    DeliveryOutcome,
+    DeliveryRequest,
+)
 
 
 class ModelGetter:

@@ -18,12 +18,17 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.transports import CalledWorker, CallingTransport, DeliveryOutcome, DeliveryRequest
 from sync_plugin_ray import liveness
 from sync_plugin_ray.actor_side import deliver
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.store import LOST, ObjectStore
+from sync_plugin_std.calls import (
+    CalledWorker,
+    CallingTransport,
+    DeliveryOutcome,
+    DeliveryRequest,
+)
 
 _NOT_STARTED = (
     "its actor has answered no call of this sender yet: Ray has no place for it, or its "

@@ -8,7 +8,6 @@ from typing import Any
 
 from sync_core import OptionError, ReceiverTransport, SenderTransport, TransportContext, hookimpl
 from sync_core.hooks import Finding, FindingsContext
-from sync_core.transports import HandedTransport
 from sync_plugin_ray import findings
 from sync_plugin_ray.cluster import Cluster
 from sync_plugin_ray.mailbox import MailboxEndpoint
@@ -16,6 +15,7 @@ from sync_plugin_ray.pull import PullSender
 from sync_plugin_ray.push import PushSender
 from sync_plugin_ray.receiver import MailboxReceiver
 from sync_plugin_ray.store import ObjectStore
+from sync_plugin_std.calls import HandedTransport
 
 
 @dataclass(frozen=True)

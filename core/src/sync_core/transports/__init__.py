@@ -10,13 +10,6 @@ from sync_core.lazy import lazy_names
 if TYPE_CHECKING:
     from sync_core._util import release_with, uninterrupted
     from sync_core.transports.background import BackgroundReceiver
-    from sync_core.transports.calling import (
-        CalledWorker,
-        CallingTransport,
-        DeliveryOutcome,
-        DeliveryRequest,
-        HandedTransport,
-    )
     from sync_core.transports.point_to_point import PointToPointTransport
     from sync_core.transports.roster import Publication, Roster
     from sync_core.transports.transport import Notice, closed_if_it_fails, unheard
@@ -29,13 +22,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "sync_core._util": ("release_with", "uninterrupted"),
     "sync_core.transports.background": ("BackgroundReceiver",),
-    "sync_core.transports.calling": (
-        "CalledWorker",
-        "CallingTransport",
-        "DeliveryOutcome",
-        "DeliveryRequest",
-        "HandedTransport",
-    ),
     "sync_core.transports.point_to_point": ("PointToPointTransport",),
     "sync_core.transports.roster": ("Publication", "Roster"),
     "sync_core.transports.transport": ("Notice", "closed_if_it_fails", "unheard"),
@@ -50,11 +36,6 @@ __all__ = [
     "RESERVED_PREFIX",
     "BackgroundReceiver",
     "Block",
-    "CalledWorker",
-    "CallingTransport",
-    "DeliveryOutcome",
-    "DeliveryRequest",
-    "HandedTransport",
     "Notice",
     "PointToPointTransport",
     "Publication",

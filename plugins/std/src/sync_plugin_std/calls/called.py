@@ -8,12 +8,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sync_core.address import Address
-from sync_core.errors import SenderLostError
-from sync_core.receiving.receiver import Receiver
-from sync_core.transports.calling import DeliveryOutcome, DeliveryRequest, HandedTransport
-from sync_core.transports.transport import Answer
-from sync_core.weights.payload import Payload
+from sync_core import Address, Answer, Payload, Receiver, SenderLostError
+from sync_plugin_std.calls.calling import DeliveryOutcome, DeliveryRequest, HandedTransport
 
 
 class CalledReceiver:

@@ -16,7 +16,6 @@ from torch import nn
 
 from sync_core import (
     BindContext,
-    CalledReceivers,
     Layout,
     OptionError,
     Payload,
@@ -30,14 +29,14 @@ from sync_core import (
     WorkerState,
     hookimpl,
 )
-from sync_core.transports import (
+from sync_core.transports import Notice, PointToPointTransport
+from sync_plugin_std.calls import (
+    CalledReceivers,
     CalledWorker,
     CallingTransport,
     DeliveryOutcome,
     DeliveryRequest,
     HandedTransport,
-    Notice,
-    PointToPointTransport,
 )
 from sync_testing import eventually
 from sync_testing.fuzz import VALUES

@@ -13,16 +13,19 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from sync_core._util import uninterrupted
-from sync_core.errors import AddressError, OptionError, WorkerError, WorkerLostError
-from sync_core.transports.roster import Publication, Roster
-from sync_core.transports.transport import Delivery, ReceiverTransport, SenderTransport
+from sync_core import (
+    Delivery,
+    OptionError,
+    ReceiverTransport,
+    SenderTransport,
+    WorkerError,
+    WorkerLostError,
+)
+from sync_core.errors import AddressError
+from sync_core.transports import Publication, Roster, uninterrupted
 
 if TYPE_CHECKING:
-    from sync_core.address import Address
-    from sync_core.hooks import TransportContext
-    from sync_core.transports.transport import Answer
-    from sync_core.weights.payload import Payload
+    from sync_core import Address, Answer, Payload, TransportContext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class HandedTransport(ReceiverTransport):
     """A receiver's transport that is handed its payloads in its own process.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Layout, Payload
         >>> transport = HandedTransport()
         >>> transport.put(Payload(1, Layout.of({"w": torch.ones(2)}), (torch.ones(2),)))
         >>> transport.receive(timeout=0).version
