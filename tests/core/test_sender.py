@@ -38,8 +38,8 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.errors import AddressError
-from sync_core.transports import PointToPointTransport
 from sync_plugin_std import Interval, Rename, from_getter, select
+from sync_plugin_std.calls import PointToPointTransport
 from sync_testing import eventually
 
 

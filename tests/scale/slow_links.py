@@ -19,7 +19,7 @@ from sync_core import (
     WorkerLostError,
     hookimpl,
 )
-from sync_core.transports import PointToPointTransport
+from sync_plugin_std.calls import PointToPointTransport
 
 _links: dict[str, threading.Lock] = {}
 _senders: WeakValueDictionary[str, SlowSender] = WeakValueDictionary()

@@ -29,7 +29,7 @@ from sync_core import (
     WorkerState,
     hookimpl,
 )
-from sync_core.transports import Notice, PointToPointTransport
+from sync_core.transports import Notice
 from sync_plugin_std.calls import (
     CalledReceivers,
     CalledWorker,
@@ -37,6 +37,7 @@ from sync_plugin_std.calls import (
     DeliveryOutcome,
     DeliveryRequest,
     HandedTransport,
+    PointToPointTransport,
 )
 from sync_testing import eventually
 from sync_testing.fuzz import VALUES

@@ -27,8 +27,9 @@ from sync_core import (
     WorkerError,
     hookimpl,
 )
-from sync_core.transports import PointToPointTransport, checksum
+from sync_core.transports import checksum
 from sync_plugin_std import select
+from sync_plugin_std.calls import PointToPointTransport
 from sync_plugin_std.checksums import buckets
 from sync_plugin_std.local import Publisher
 

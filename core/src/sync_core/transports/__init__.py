@@ -10,7 +10,6 @@ from sync_core.lazy import lazy_names
 if TYPE_CHECKING:
     from sync_core._util import release_with, uninterrupted
     from sync_core.transports.background import BackgroundReceiver
-    from sync_core.transports.point_to_point import PointToPointTransport
     from sync_core.transports.roster import Publication, Roster
     from sync_core.transports.transport import Notice, closed_if_it_fails, unheard
     from sync_core.weights.block import Block
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 _MODULES = {
     "sync_core._util": ("release_with", "uninterrupted"),
     "sync_core.transports.background": ("BackgroundReceiver",),
-    "sync_core.transports.point_to_point": ("PointToPointTransport",),
     "sync_core.transports.roster": ("Publication", "Roster"),
     "sync_core.transports.transport": ("Notice", "closed_if_it_fails", "unheard"),
     "sync_core.weights.block": ("Block",),
@@ -37,7 +35,6 @@ __all__ = [
     "BackgroundReceiver",
     "Block",
     "Notice",
-    "PointToPointTransport",
     "Publication",
     "Roster",
     "checksum",

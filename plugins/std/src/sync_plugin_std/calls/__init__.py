@@ -1,6 +1,7 @@
 """The kit for transports that call their workers: actors, RPC, requests over HTTP.
 
 Reading begins at `calling`, the sender's side; `called` is the receivers in the worker's process.
+`point_to_point` is for a call that blocks.
 """
 
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         DeliveryRequest,
         HandedTransport,
     )
+    from sync_plugin_std.calls.point_to_point import PointToPointTransport
 
 _MODULES = {
     "sync_plugin_std.calls.called": ("CalledReceiver", "CalledReceivers"),
@@ -26,6 +28,7 @@ _MODULES = {
         "DeliveryRequest",
         "HandedTransport",
     ),
+    "sync_plugin_std.calls.point_to_point": ("PointToPointTransport",),
 }
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "DeliveryOutcome",
     "DeliveryRequest",
     "HandedTransport",
+    "PointToPointTransport",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from sync_core.errors import WorkerError, WorkerLostError
-from sync_core.transports.roster import Publication, Roster
-from sync_core.transports.transport import Answer, Delivery, Notice, SenderTransport, unheard
-from sync_core.weights.block import Block
-from sync_core.weights.payload import Payload
+from sync_core import Answer, Delivery, Payload, SenderTransport, WorkerError, WorkerLostError
+from sync_core.transports import Block, Notice, Publication, Roster, unheard
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +34,8 @@ class PointToPointTransport(SenderTransport):
         notify: `TransportContext.notify`, for commits of workers that were added later or are late.
 
     Example:
+        >>> import torch
+        >>> from sync_core import Layout
         >>> class Loopback(PointToPointTransport):
         ...     def address(self, worker_id): return None
         ...     def send_to(self, worker_id, payload): print(worker_id, payload.version)
