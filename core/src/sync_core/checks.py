@@ -18,7 +18,6 @@ __all__ = [
     "check_integer",
     "check_layers",
     "check_mapping",
-    "check_path",
     "check_seconds",
     "normalize",
     "normalize_one",
@@ -66,12 +65,6 @@ def check_layers(value: Any) -> None:
     """Raise `OptionError` unless this is a list of layers, and not a single one."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise OptionError(f"layers is a list: layers=[{value!r}]")
-
-
-def check_path(value: Any, name: str) -> None:
-    """Raise `TypeError` unless this is a string, as paths to what a worker has are."""
-    if not isinstance(value, str):
-        raise TypeError(f'{name} is {value!r}, which is not a string; write it like "env.reset"')
 
 
 def check_mapping(value: Any, name: str, example: str) -> None:

@@ -36,7 +36,6 @@ __all__ = [
     "is_core",
     "is_met",
     "owner_of",
-    "promised_to",
     "requirements_of",
 ]
 
@@ -117,20 +116,6 @@ def is_met(requirement: Requirement) -> bool:
     """
     found = installed_version(requirement)
     return found is not None and requirement.specifier.contains(found, prereleases=True)
-
-
-def promised_to(core: str) -> str:
-    """The requirement of a plugin that uses nothing deprecated in a version of the core.
-
-    A name that the next minor release deprecates still works in that and in the one after it:
-    ``docs/reference/stability.md``.
-
-    Example:
-        >>> promised_to("0.1.3")
-        'sync-core>=0.1,<0.4'
-    """
-    major, minor = Version(core).release[:2]
-    return f"{_CORE}>={major}.{minor},<{major}.{minor + 3}"
 
 
 def check_core(owner: str, distribution: DistributionInfo | None) -> None:

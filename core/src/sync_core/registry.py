@@ -26,7 +26,6 @@ from sync_core.distributions import (
     is_core,
     is_met,
     owner_of,
-    promised_to,
     requirements_of,
 )
 from sync_core.errors import (
@@ -72,7 +71,6 @@ __all__ = [
     "is_met",
     "load",
     "owner_of",
-    "promised_to",
     "requirements_of",
     "wrapper",
 ]

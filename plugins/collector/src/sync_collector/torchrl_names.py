@@ -25,7 +25,7 @@ from sync_collector.options import (
 from sync_collector.policies import module_of
 from sync_collector.schemes import POLICY, ModelsElsewhere, UpdateArguments, chosen
 from sync_core import Layout, ModelError, OptionError, SendReport
-from sync_core.checks import check_count, check_path, check_seconds
+from sync_core.checks import check_count, check_seconds
 from sync_core.models import check_match, named_tensors
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ class TorchRLNames:
             RemoteCallError: the path leads nowhere in a worker, or what was called raised.
         """
         self._check_open()
-        check_path(path, "path")
+        if not isinstance(path, str):
+            raise TypeError(f'path is {path!r}, which is not a string; write it like "env.reset"')
         return self._pool.gather_all(
             f"execute {path!r}", CollectorWorker.execute, path, args, kwargs
         )

@@ -15,14 +15,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
+from packaging.version import Version
+
 import sync_core
 from sync_core import registry
 from sync_core.errors import PluginNewError
-from sync_core.registry import promised_to
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _PREFIX = "sync-plugin-"
 _RULE = "lower-case letters, digits and single hyphens, beginning with a letter"
+
+
+def promised_to(core: str) -> str:
+    """The requirement of a plugin that uses nothing deprecated in a version of the core.
+
+    A name that the next minor release deprecates still works in that and in the one after it:
+    ``docs/reference/stability.md``.
+
+    Example:
+        >>> promised_to("0.1.3")
+        'sync-core>=0.1,<0.4'
+    """
+    major, minor = Version(core).release[:2]
+    return f"sync-core>={major}.{minor},<{major}.{minor + 3}"
 
 
 @dataclass(frozen=True, slots=True)
