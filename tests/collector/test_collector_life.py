@@ -33,7 +33,7 @@ from sync_core import (
     TransportContext,
     hookimpl,
 )
-from sync_plugin_std.thread import ThreadScheme, ThreadSender
+from sync_plugin_std.schemes.thread import ThreadScheme, ThreadSender
 from sync_testing import descendants, eventually, interrupted
 
 pytestmark = [

@@ -50,7 +50,7 @@ def test_lazy_tables_are_read(imports: ModuleType) -> None:
     assert {
         ("sync_core", "sync_core.sending.sender"),
         ("sync_plugin_std.calls", "sync_plugin_std.calls.calling"),
-        ("sync_plugin_std", "sync_plugin_std.restart"),
+        ("sync_plugin_std", "sync_plugin_std.workers.restart"),
         ("sync_tools", "sync_tools.status"),
     } <= found
 

@@ -39,8 +39,7 @@ from sync_plugin_scale.increments.patch import Patch
 from sync_plugin_scale.shards.endpoint import HeldTensor
 from sync_plugin_scale.shards.request import Request
 from sync_plugin_std import Zstd
-from sync_plugin_std.history import read_history
-from sync_plugin_std.history_checks import check_history
+from sync_plugin_std.history import check_history, read_history
 from sync_plugin_std.local import Channel, ControlPage
 from sync_plugin_store import load_checkpoint
 from sync_plugin_store.chunks import read_chunks

@@ -21,14 +21,16 @@ def test_a_layer_by_its_name(run_suite: Run) -> None:
 
 
 def test_a_scheme_that_is_not_packaged_with_an_option(run_suite: Run) -> None:
-    name = "sync_plugin_std.thread:ThreadScheme"
+    name = "sync_plugin_std.schemes.thread:ThreadScheme"
     run_suite("--scheme", name, "--option", "slots=4", "-k", "dtype").assert_outcomes(passed=40)
 
 
 def test_a_module_that_lies_where_pytest_is_started(
     run_suite: Run, pytester: pytest.Pytester
 ) -> None:
-    pytester.makepyfile(lying_here="from sync_plugin_std.thread import ThreadScheme as Mine")
+    pytester.makepyfile(
+        lying_here="from sync_plugin_std.schemes.thread import ThreadScheme as Mine"
+    )
     run_suite("--scheme", "lying_here:Mine", "-k", "token or late_answer").assert_outcomes(
         passed=1, skipped=1
     )
@@ -81,7 +83,10 @@ def test_a_worker_group_by_its_name(run_suite: Run) -> None:
         (["--scheme", "threed"], "did you mean 'thread'?"),
         (["--scheme", "nowhere:Scheme"], "leads to nothing"),
         (["--scheme", "sync_plugin_scale:Increments::thread"], "does not leave this process"),
-        (["--scheme", "sync_plugin_std.thread:ThreadScheme::shm"], "a subclass of WrappingScheme"),
+        (
+            ["--scheme", "sync_plugin_std.schemes.thread:ThreadScheme::shm"],
+            "a subclass of WrappingScheme",
+        ),
         (["--scheme", "thread", "--option", "slots"], "--option is KEY=VALUE"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sync_core import SyncError
-from sync_plugin_std.thread import ThreadScheme
+from sync_plugin_std.schemes.thread import ThreadScheme
 from sync_plugin_std.workers import choose_group
 from sync_testing.schemes import OrderCases, SharedGroup, borrow_pool
 from sync_testing.schemes.orders import ORDERS

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sync_core import OptionError, Receiver, Sender, SendReport
 from sync_plugin_scale import Increments, Part, Sharded, join_addresses
-from sync_plugin_std.thread import ThreadScheme
+from sync_plugin_std.schemes.thread import ThreadScheme
 
 pytestmark = pytest.mark.timeout(100)
 

@@ -34,8 +34,7 @@ from sync_collector import Collector
 from sync_collector.envs import CountingEnv
 from sync_collector.testing import Scale
 from sync_plugin_std import History
-from sync_plugin_std.history import read_history
-from sync_plugin_std.history_checks import check_history
+from sync_plugin_std.history import check_history, read_history
 from sync_testing import descendants
 
 _WORKERS = 3

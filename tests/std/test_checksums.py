@@ -30,7 +30,7 @@ from sync_core import (
 from sync_core.transports import checksum
 from sync_plugin_std import select
 from sync_plugin_std.calls import PointToPointTransport
-from sync_plugin_std.checksums import buckets
+from sync_plugin_std.layers.checksums import buckets
 from sync_plugin_std.local import Publisher
 
 DTYPES = [

@@ -13,8 +13,7 @@ from torch import nn
 from sync_core import Receiver, Sender, SendError
 from sync_core.errors import OptionError
 from sync_plugin_std import History
-from sync_plugin_std.history import append_event, read_history
-from sync_plugin_std.history_checks import RULES, check_history
+from sync_plugin_std.history import RULES, append_event, check_history, read_history
 
 
 def event(kind: str, **fields: Any) -> dict[str, Any]:

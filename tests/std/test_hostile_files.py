@@ -17,7 +17,7 @@ from torch import nn
 
 from sync_core import Payload, PendingSend, Receiver, Sender, SendError
 from sync_core.errors import PayloadError
-from sync_plugin_std.file import DirectoryStore
+from sync_plugin_std.schemes.file import DirectoryStore
 
 pytestmark = [
     pytest.mark.timeout(60),

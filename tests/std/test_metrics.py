@@ -131,11 +131,11 @@ def test_opentelemetry_has_the_same() -> None:
 def test_without_either_library(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "sync_plugin_std._prometheus", None)
+    monkeypatch.setitem(sys.modules, "sync_plugin_std.layers._prometheus", None)
     Metrics()
     with pytest.raises(RequirementError, match=r"sync-plugin-std\[prometheus\]"):
         Metrics(CollectorRegistry())
-    monkeypatch.setitem(sys.modules, "sync_plugin_std._opentelemetry", None)
+    monkeypatch.setitem(sys.modules, "sync_plugin_std.layers._opentelemetry", None)
     with pytest.raises(RequirementError, match=r"sync-plugin-std\[opentelemetry\]"):
         Metrics(None, MeterProvider())
     with pytest.raises(RequirementError, match="Metrics needs pip install"):

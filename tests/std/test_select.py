@@ -21,7 +21,8 @@ from sync_core import (
     SendReport,
     gathered,
 )
-from sync_plugin_std import Rename, Select, Stream, left_out
+from sync_plugin_std import Rename, Select, Stream
+from sync_plugin_std.layers import left_out
 from sync_testing import Loopback
 
 

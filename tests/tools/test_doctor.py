@@ -17,7 +17,7 @@ IMPORTS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from sync_core import OptionError, SyncError, hookimpl
-from sync_plugin_std.none import NoneScheme
+from sync_plugin_std.schemes.none import NoneScheme
 """
 
 PLUGINS = {

@@ -184,7 +184,7 @@ def test_a_plugin_that_hangs(install: Install, monkeypatch: pytest.MonkeyPatch) 
 
 FINDING = """
 from sync_core.hooks import Finding
-from sync_plugin_std.none import NoneScheme
+from sync_plugin_std.schemes.none import NoneScheme
 
 class Scheme(NoneScheme):
     capabilities = NoneScheme.capabilities | {"findings"}

@@ -14,7 +14,7 @@ from sync_plugin_scale.increments.history import PackedVersion
 from sync_plugin_scale.increments.patch import Patch, positions_of
 from sync_plugin_scale.increments.receiver import IncrementalReceiver
 from sync_plugin_scale.increments.sender import IncrementalSender
-from sync_plugin_std.thread import ThreadScheme
+from sync_plugin_std.schemes.thread import ThreadScheme
 from sync_testing import SchemeConformance
 
 #: What mutants leak on purpose, for the test to release.

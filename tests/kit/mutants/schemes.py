@@ -28,8 +28,8 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.transports import Block, Notice
-from sync_plugin_std.shm import ShmScheme
-from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
+from sync_plugin_std.schemes.shm import ShmScheme
+from sync_plugin_std.schemes.thread import ThreadReceiver, ThreadScheme, ThreadSender
 from sync_testing import SchemeConformance, eventually
 
 #: What mutants leak on purpose, for the test to release.

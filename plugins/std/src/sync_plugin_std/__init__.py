@@ -3,28 +3,31 @@
 Schemes, groups and layers are found by name; what is exported here is what users build themselves.
 A layer that takes arguments can be called by its name, too: ``layers=[rename({"model.*": "*"}),
 "bf16"]``. Each such name is that of the class next to it.
+
+Schemes are in `schemes`, layers in `layers`. The kits that other plugins build on are `local`,
+`calls`, `stores` and `workers`, and `history` is for tests and `sync-core check-history`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sync_plugin_std.adapters import Lora
-    from sync_plugin_std.cast import BFloat16, Float16
-    from sync_plugin_std.checksums import Checksum, Readback
-    from sync_plugin_std.compression import Zstd
-    from sync_plugin_std.float8 import Float8Blocks
-    from sync_plugin_std.getter import from_getter
     from sync_plugin_std.history import History
-    from sync_plugin_std.interval import Interval
-    from sync_plugin_std.metrics import Metrics
-    from sync_plugin_std.mp import with_pipe
-    from sync_plugin_std.record import Record
-    from sync_plugin_std.regrouping import Fuse, Rename, Split, Transpose
-    from sync_plugin_std.restart import Restart
-    from sync_plugin_std.selection import Select
-    from sync_plugin_std.stacking import Stack, Unstack
+    from sync_plugin_std.layers.adapters import Lora
+    from sync_plugin_std.layers.cast import BFloat16, Float16
+    from sync_plugin_std.layers.checksums import Checksum, Readback
+    from sync_plugin_std.layers.compression import Zstd
+    from sync_plugin_std.layers.float8 import Float8Blocks
+    from sync_plugin_std.layers.interval import Interval
+    from sync_plugin_std.layers.metrics import Metrics
+    from sync_plugin_std.layers.record import Record
+    from sync_plugin_std.layers.regrouping import Fuse, Rename, Split, Transpose
+    from sync_plugin_std.layers.selection import Select
+    from sync_plugin_std.layers.stacking import Stack, Unstack
+    from sync_plugin_std.schemes.getter import from_getter
+    from sync_plugin_std.schemes.mp import with_pipe
     from sync_plugin_std.stream import Stream
+    from sync_plugin_std.workers.restart import Restart
 
     rename, fuse, split, transpose = Rename, Fuse, Split, Transpose
     stack, unstack, select, lora = Stack, Unstack, Select, Lora
@@ -72,41 +75,41 @@ __all__ = [
 # The module of each name, and its name there. They are imported when they are first used: a scheme
 # needs none of the layers.
 _PLACES = {
-    "Checksum": ("checksums", "Checksum"),
-    "Readback": ("checksums", "Readback"),
-    "BFloat16": ("cast", "BFloat16"),
-    "Float8Blocks": ("float8", "Float8Blocks"),
-    "Float16": ("cast", "Float16"),
-    "Fuse": ("regrouping", "Fuse"),
+    "Checksum": ("layers.checksums", "Checksum"),
+    "Readback": ("layers.checksums", "Readback"),
+    "BFloat16": ("layers.cast", "BFloat16"),
+    "Float8Blocks": ("layers.float8", "Float8Blocks"),
+    "Float16": ("layers.cast", "Float16"),
+    "Fuse": ("layers.regrouping", "Fuse"),
     "History": ("history", "History"),
-    "Interval": ("interval", "Interval"),
-    "Lora": ("adapters", "Lora"),
-    "Metrics": ("metrics", "Metrics"),
-    "Record": ("record", "Record"),
-    "Rename": ("regrouping", "Rename"),
-    "Restart": ("restart", "Restart"),
-    "Select": ("selection", "Select"),
-    "Split": ("regrouping", "Split"),
-    "Stack": ("stacking", "Stack"),
+    "Interval": ("layers.interval", "Interval"),
+    "Lora": ("layers.adapters", "Lora"),
+    "Metrics": ("layers.metrics", "Metrics"),
+    "Record": ("layers.record", "Record"),
+    "Rename": ("layers.regrouping", "Rename"),
+    "Restart": ("workers.restart", "Restart"),
+    "Select": ("layers.selection", "Select"),
+    "Split": ("layers.regrouping", "Split"),
+    "Stack": ("layers.stacking", "Stack"),
     "Stream": ("stream", "Stream"),
-    "Transpose": ("regrouping", "Transpose"),
-    "Unstack": ("stacking", "Unstack"),
-    "Zstd": ("compression", "Zstd"),
-    "from_getter": ("getter", "from_getter"),
-    "with_pipe": ("mp", "with_pipe"),
+    "Transpose": ("layers.regrouping", "Transpose"),
+    "Unstack": ("layers.stacking", "Unstack"),
+    "Zstd": ("layers.compression", "Zstd"),
+    "from_getter": ("schemes.getter", "from_getter"),
+    "with_pipe": ("schemes.mp", "with_pipe"),
     # The entry points' names of the layers that change weights and take arguments.
-    "bf16": ("cast", "BFloat16"),
-    "fp16": ("cast", "Float16"),
-    "fp8": ("float8", "Float8Blocks"),
-    "fuse": ("regrouping", "Fuse"),
-    "lora": ("adapters", "Lora"),
-    "rename": ("regrouping", "Rename"),
-    "select": ("selection", "Select"),
-    "split": ("regrouping", "Split"),
-    "stack": ("stacking", "Stack"),
-    "transpose": ("regrouping", "Transpose"),
-    "unstack": ("stacking", "Unstack"),
-    "zstd": ("compression", "Zstd"),
+    "bf16": ("layers.cast", "BFloat16"),
+    "fp16": ("layers.cast", "Float16"),
+    "fp8": ("layers.float8", "Float8Blocks"),
+    "fuse": ("layers.regrouping", "Fuse"),
+    "lora": ("layers.adapters", "Lora"),
+    "rename": ("layers.regrouping", "Rename"),
+    "select": ("layers.selection", "Select"),
+    "split": ("layers.regrouping", "Split"),
+    "stack": ("layers.stacking", "Stack"),
+    "transpose": ("layers.regrouping", "Transpose"),
+    "unstack": ("layers.stacking", "Unstack"),
+    "zstd": ("layers.compression", "Zstd"),
 }
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sync_core import SendReport, WorkerStatus
-from sync_plugin_std.history import Event, event_line, read_history
-from sync_plugin_std.history_checks import Violation, check_history
+from sync_plugin_std.history import Event, Violation, check_history, event_line, read_history
 
 __all__ = ["Recorder", "WorkerRecorder"]
 

@@ -14,9 +14,9 @@ from multiprocessing import current_process
 from queue import SimpleQueue
 from typing import Any
 
-from sync_plugin_std.framing import Part, encode, receive_message
 from sync_plugin_std.local.channel import close_when_forked
 from sync_plugin_std.workers import CallOutcome, RemoteCall, start_process
+from sync_plugin_std.workers.framing import Part, encode, receive_message
 from sync_plugin_std.workers.process_worker import Startup
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from sync_plugin_std.framing import Part, receive_message, send_message
 from sync_plugin_std.local.channel import close_when_forked, creator_of, open_process
 from sync_plugin_std.workers import CallOutcome, close_hosted
+from sync_plugin_std.workers.framing import Part, receive_message, send_message
 
 
 @dataclass(frozen=True, slots=True)

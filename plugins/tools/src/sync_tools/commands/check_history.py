@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from sync_core.errors import OptionError
-from sync_plugin_std.history import read_history
-from sync_plugin_std.history_checks import RULES, check_history
+from sync_plugin_std.history import RULES, check_history, read_history
 from sync_tools.tables import print_line
 
 # So many violations are listed.

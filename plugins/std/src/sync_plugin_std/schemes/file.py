@@ -22,7 +22,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_core.transports import uninterrupted
-from sync_plugin_std.left_files import remove_left
+from sync_plugin_std.schemes.left_files import remove_left
 from sync_plugin_std.stores import Store, StoreOptions, store_transport
 from sync_plugin_std.stores.store import LONGEST_RECORD, NotAFileError
 

@@ -149,7 +149,7 @@ def _points(report: SendReport) -> Iterator[tuple[Instrument, float, dict[str, s
 
 def _prometheus(registry: Any) -> Record | None:
     try:
-        from sync_plugin_std._prometheus import exporter
+        from sync_plugin_std.layers._prometheus import exporter
     except ImportError as error:
         if registry is None:
             return None
@@ -161,7 +161,7 @@ def _prometheus(registry: Any) -> Record | None:
 
 def _opentelemetry(meter_provider: Any) -> Record | None:
     try:
-        from sync_plugin_std._opentelemetry import exporter
+        from sync_plugin_std.layers._opentelemetry import exporter
     except ImportError as error:
         if meter_provider is None:
             return None

@@ -31,7 +31,7 @@ from sync_plugin_std.local import (
     SharedMemorySender,
     SharedSlots,
 )
-from sync_plugin_std.shm import check_platform
+from sync_plugin_std.schemes.shm import check_platform
 
 
 @dataclass(frozen=True)

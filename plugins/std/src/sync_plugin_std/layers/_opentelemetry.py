@@ -9,7 +9,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import Meter, MeterProvider
 
 if TYPE_CHECKING:
-    from sync_plugin_std.metrics import Instrument
+    from sync_plugin_std.layers.metrics import Instrument
 
 _Add = Callable[[float, dict[str, str]], None]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
 from sync_core.models import plain_name
-from sync_plugin_std.selection import Select
+from sync_plugin_std.layers.selection import Select
 
 _log = logging.getLogger("sync_core")
 _PREFIX = "base_model.model."
@@ -62,7 +62,7 @@ class Lora:
             raise ValueError(f"Lora sends 'adapter' or 'merged', not {send!r}")
         self._layer = _Merged() if send == "merged" else _Adapters()
         self.capabilities: frozenset[str] = getattr(self._layer, "capabilities", frozenset())
-        #: The layer that comes with this one; see `sync_plugin_std.left_out`.
+        #: The layer that comes with this one; see `sync_plugin_std.layers.left_out`.
         self.followed_by: tuple[str, ...] = getattr(self._layer, "followed_by", ())
 
     def bind(self, context: BindContext) -> Select | _Merged:

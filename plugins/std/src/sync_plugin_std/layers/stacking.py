@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from sync_core import Layout, ModelError
-from sync_plugin_std.regrouping import (
+from sync_plugin_std.layers.regrouping import (
     Regrouping,
     TensorSource,
     add,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, SendContext, Update, hookimpl
 from sync_core.models import cast_within, modules_in, plain_name
-from sync_plugin_std.regrouping import check_matches, compiled
+from sync_plugin_std.layers.regrouping import check_matches, compiled
 
 
 class _Cast:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sync_plugin_std.history import Event
+from sync_plugin_std.history.events import Event
 
 __all__ = ["RULES", "Violation", "check_history"]
 

@@ -11,7 +11,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 if TYPE_CHECKING:
-    from sync_plugin_std.metrics import Instrument
+    from sync_plugin_std.layers.metrics import Instrument
 
 # From a small model in one process to a large one over a network.
 _BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)

@@ -1,6 +1,6 @@
 """Histories of runs: what senders and workers did, one event in a line of JSON.
 
-The layer `History` writes one. `sync_plugin_std.history_checks.check_history` and the command
+The layer `History` writes one. `sync_plugin_std.history.check_history` and the command
 ``sync-core check-history`` judge it. A test may write its own, with `append_event`.
 
 An event has ``event`` (its kind), ``time`` (seconds since 1970), ``run`` and ``model_id`` (those of
@@ -21,8 +21,8 @@ from typing import Any
 from sync_core import ApplyContext, BindContext, SendContext, SendReport, Update, hookimpl
 from sync_core.errors import OptionError
 from sync_core.transports import checksum
-from sync_plugin_std.checksums import check_installed
-from sync_plugin_std.record import Record
+from sync_plugin_std.layers.checksums import check_installed
+from sync_plugin_std.layers.record import Record
 
 __all__ = ["FIELDS", "Event", "History", "append_event", "event_line", "read_history"]
 
@@ -69,7 +69,7 @@ class History(Record):
     Example:
         >>> import tempfile
         >>> from sync_core import Receiver, Sender
-        >>> from sync_plugin_std.history_checks import check_history
+        >>> from sync_plugin_std.history import check_history
         >>> from torch import nn
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = Path(folder, "run.jsonl")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sync_core import BindContext, Layout, ModelError, Update, hookimpl
-from sync_plugin_std.regrouping import check_matches, compiled
+from sync_plugin_std.layers.regrouping import check_matches, compiled
 
 BLOCK = 128
 _PROJECTIONS = "*_proj.weight"

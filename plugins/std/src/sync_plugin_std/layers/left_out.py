@@ -37,7 +37,7 @@ from sync_core.models import (
     place_of,
     tensor_finder,
 )
-from sync_plugin_std.fingerprints import samples
+from sync_plugin_std.layers.fingerprints import samples
 
 _NAMES_SHOWN = 4
 _PART = 16

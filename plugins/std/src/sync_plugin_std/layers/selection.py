@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from sync_core import BindContext, Layout, ModelError, SendContext, Update, hookimpl
 from sync_core.models import TensorStream, modules_in, place_of, plain_name, tensor_finder
-from sync_plugin_std.fingerprints import fingerprints
-from sync_plugin_std.left_out import LATER
+from sync_plugin_std.layers.fingerprints import fingerprints
+from sync_plugin_std.layers.left_out import LATER
 
 
 class Select:
@@ -68,7 +68,7 @@ class Select:
     def __init__(self, *names: str, trainable: bool = False, send_rest: bool = True) -> None:
         if trainable and names:
             raise ValueError(f"give patterns or trainable=True, and not both: {names}")
-        #: The layer that comes with this one; see `sync_plugin_std.left_out`.
+        #: The layer that comes with this one; see `sync_plugin_std.layers.left_out`.
         self.followed_by: tuple[str, ...] = ("left-out",) if send_rest else ("held",)
         if names == ("*",):
             self.followed_by = ("given",)

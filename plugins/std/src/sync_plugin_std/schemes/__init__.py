@@ -1,0 +1,1 @@
+"""The schemes, one in a file, and receivers that ask a function: `getter`."""
