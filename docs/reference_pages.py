@@ -112,8 +112,8 @@ def write(folder: Path) -> None:
 
 #: The pages for users: a name, a title, and what is on it.
 _USER_PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "sender": ("Sender", ("Sender", "SendGroup", "PendingSend")),
-    "receiver": ("Receiver", ("Receiver", "Address", "receive_together")),
+    "sender": ("Sender", ("Sender", "PendingSend")),
+    "receiver": ("Receiver", ("Receiver", "Address")),
     "reports": ("Reports", ("SendReport", "WorkerResult", "Reporter")),
     "membership": (
         "States of workers",
@@ -180,6 +180,7 @@ _KIT_PAGES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 _USER_ORDER = (
     "collector",
     "environments",
+    "several-models",
     "scale",
     "plugins",
     "layers",
@@ -234,6 +235,11 @@ def pages() -> dict[str, str]:
         "weights": _weights(),
         "endpoints": _endpoints(),
         "plugins": _plugins(),
+        "several-models": _page(
+            "Models of several senders as one version",
+            "",
+            *(_automatic("sync_plugin_std", name) for name in _SEVERAL_MODELS),
+        ),
         "layers": _layers(),
         "capabilities": _capabilities(),
         "errors": _errors(),
@@ -458,6 +464,9 @@ def _plugins() -> str:
     return _page("Schemes and worker groups", "Those that this project publishes.", *parts)
 
 
+_SEVERAL_MODELS = ("SendGroup", "receive_together")
+
+
 def _layers() -> str:
     """The layers that are found by a name, and those that users make by their class."""
     parts = []
@@ -469,7 +478,7 @@ def _layers() -> str:
     parts += [
         _automatic("sync_plugin_std", name)
         for name in sync_plugin_std.__all__
-        if getattr(sync_plugin_std, name).__name__ not in layers
+        if getattr(sync_plugin_std, name).__name__ not in {*layers, *_SEVERAL_MODELS}
     ]
     return _page(
         "Layers", "Given to `Sender` and `Collector` as ``layers=``, by name or as objects.", *parts

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from sync_core import Receiver, Sender, SendGroup, hookimpl
+from sync_core import Receiver, Sender, hookimpl
 from sync_core.errors import PrepareTimeoutError
+from sync_plugin_std import SendGroup
 
 
 class Slow:

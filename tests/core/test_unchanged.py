@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core import Layout, LayoutMismatchError, Payload, Receiver, Sender, SendError, SendGroup
+from sync_core import Layout, LayoutMismatchError, Payload, Receiver, Sender, SendError
 from sync_core.sending.unchanged import Repeats
 from sync_core.transports import Block
-from sync_plugin_std import Stream
+from sync_plugin_std import SendGroup, Stream
 
 WARNING = "had the same weights"
 

@@ -44,11 +44,9 @@ if TYPE_CHECKING:
         hookimpl,
     )
     from sync_core.models.extract import gathered
-    from sync_core.receiving.multi_model import receive_together
     from sync_core.receiving.receiver import Receiver
     from sync_core.report import Reporter, SendReport, WorkerResult
     from sync_core.sending.failure_policy import FailurePolicy, WorkerFailure
-    from sync_core.sending.group import SendGroup
     from sync_core.sending.membership import MembershipEvent
     from sync_core.sending.pending import PendingSend
     from sync_core.sending.sender import Sender
@@ -97,11 +95,9 @@ _MODULES = {
         "hookimpl",
     ),
     "sync_core.models.extract": ("gathered",),
-    "sync_core.receiving.multi_model": ("receive_together",),
     "sync_core.receiving.receiver": ("Receiver",),
     "sync_core.report": ("Reporter", "SendReport", "WorkerResult"),
     "sync_core.sending.failure_policy": ("FailurePolicy", "WorkerFailure"),
-    "sync_core.sending.group": ("SendGroup",),
     "sync_core.sending.membership": ("MembershipEvent",),
     "sync_core.sending.pending": ("PendingSend",),
     "sync_core.sending.sender": ("Sender",),
@@ -149,7 +145,6 @@ __all__ = [
     "Reporter",
     "SendContext",
     "SendError",
-    "SendGroup",
     "SendReport",
     "Sender",
     "SenderLostError",
@@ -172,7 +167,6 @@ __all__ = [
     "__version__",
     "gathered",
     "hookimpl",
-    "receive_together",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES, _KITS)

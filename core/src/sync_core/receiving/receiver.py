@@ -250,7 +250,7 @@ class Receiver(Updated):
             self._exclusive.release()
 
     def stage(self, timeout: float | None = None) -> int | None:
-        """Fetch what `receive` would commit, and keep it; see `receive_together`.
+        """Fetch what `receive` would commit, and keep it; see `sync_plugin_std.receive_together`.
 
         A version that was staged before is dropped: a sender may wait for its answer.
 

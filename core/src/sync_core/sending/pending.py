@@ -167,6 +167,11 @@ class PendingSend:
         return MappingProxyType(dict(self._deliveries))
 
     @property
+    def unwaited(self) -> Mapping[int, Unwaited]:
+        """The workers of this send that are not waited for; and why."""
+        return self._unwaited
+
+    @property
     def nbytes(self) -> int:
         """Return how much each of them gets, in bytes."""
         return max((delivery.nbytes for delivery in self._deliveries.values()), default=0)
@@ -230,6 +235,10 @@ class PendingSend:
             raise error
         return report
 
+    def wait_for(self, deliveries: Sequence[Delivery], seconds: float) -> None:
+        """Wait until some deliveries of this send have ended, or seconds are over."""
+        self._wait(deliveries, seconds)
+
     def abandon(self, reason: str | None = None) -> None:
         """End the send now; a worker that has not answered counts as failed, but is not dropped.
 
@@ -244,6 +253,15 @@ class PendingSend:
             f"the send was interrupted by {type(error).__name__} before the worker confirmed "
             f"version {self.version}"
         )
+
+    def end(self, *, waited: bool) -> SendReport:
+        """End the send now, and return its report also where workers failed.
+
+        Args:
+            waited: whether workers had the time that they were given; only then does ``on_failure``
+                decide about those that failed.
+        """
+        return self._end(waited=waited)
 
     def _end(self, *, waited: bool, reason: str | None = None) -> SendReport:
         with self._ending:

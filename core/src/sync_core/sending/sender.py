@@ -466,7 +466,7 @@ class Sender(Updater):
             weights = either(weights, weights_dict)
         begun: list[PendingSend] = []
         try:
-            return self._start(
+            return self.begin(
                 weights, worker_ids, timeout, begun, version=version, extras=extras
             ).wait()
         except BaseException as error:
@@ -491,14 +491,18 @@ class Sender(Updater):
         begun: list[PendingSend] = []
         try:
             weights = either(weights, weights_dict)
-            return self._start(weights, worker_ids, timeout, begun, version=version, extras=extras)
+            return self.begin(weights, worker_ids, timeout, begun, version=version, extras=extras)
         except BaseException as error:
             interrupt(begun, error)
             raise
 
-    def _start(
+    def due(self, worker_ids: Iterable[int]) -> tuple[int, ...]:
+        """Count a send to each worker, and return those that no layer holds back; see `begin`."""
+        return self._cadence.due(worker_ids, self._version)
+
+    def begin(
         self,
-        given: Any,
+        weights: Any,
         worker_ids: int | Iterable[int] | None,
         timeout: float | None,
         begun: list[PendingSend],
@@ -507,7 +511,18 @@ class Sender(Updater):
         version: int | None = None,
         extras: Mapping[str, Tensor] | None = None,
     ) -> PendingSend:
-        # The caller ends what is in ``begun``, whenever this is interrupted.
+        """Start a send that is one of several, such as those of a `sync_plugin_std.SendGroup`.
+
+        Args:
+            weights: see `send`.
+            worker_ids: see `send`.
+            timeout: see `send`.
+            begun: the send is appended when it has begun. The caller calls `PendingSend.interrupt`
+                of each send in it where an exception comes, Ctrl-C included.
+            counted: whether `due` has counted this send.
+            version: see `send`.
+            extras: see `send`.
+        """
         started = time.perf_counter()
         seconds = self._terms.timeout if timeout is None else check_seconds(timeout)
         with self._starting:
@@ -518,7 +533,7 @@ class Sender(Updater):
             self._begins = True
             try:
                 pending, to_all = self._begin(
-                    given,
+                    weights,
                     worker_ids,
                     seconds,
                     started,

@@ -26,7 +26,6 @@ from sync_core import (
     PendingSendError,
     Sender,
     SendError,
-    SendGroup,
     SendReport,
     WorkerError,
     WorkerLostError,
@@ -34,6 +33,7 @@ from sync_core import (
 )
 from sync_core.checks import normalize
 from sync_core.models import modules_in, resolve
+from sync_plugin_std import SendGroup
 from sync_plugin_std.workers import gather, shares_policy
 
 #: The weights of models, by their names.

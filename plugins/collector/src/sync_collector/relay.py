@@ -24,11 +24,11 @@ from sync_core import (
     Receiver,
     SenderLostError,
     Update,
-    receive_together,
 )
 from sync_core.checks import check_mapping
 from sync_core.models import Binding, named_tensors
 from sync_core.transports import release_with
+from sync_plugin_std import receive_together
 
 # How long a thread waits for a version before it waits again, in seconds; closing ends the wait.
 _WAITING = 3600.0

@@ -20,9 +20,9 @@ from sync_core import (
     Receiver,
     SenderLostError,
     Update,
-    receive_together,
 )
 from sync_core.models import Binding, check_match, named_tensors, resolve
+from sync_plugin_std import receive_together
 
 # A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
 # shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.

@@ -4,8 +4,9 @@ Schemes, groups and layers are found by name; what is exported here is what user
 A layer that takes arguments can be called by its name, too: ``layers=[rename({"model.*": "*"}),
 "bf16"]``. Each such name is that of the class next to it.
 
-Schemes are in `schemes`, layers in `layers`. The kits that other plugins build on are `local`,
-`calls`, `stores` and `workers`, and `history` is for tests and `sync-core check-history`.
+Schemes are in `schemes`, layers in `layers`, and what sends several models in `models`. The kits
+that other plugins build on are `local`, `calls`, `stores` and `workers`; `history` is for tests and
+`sync-core check-history`.
 """
 
 from importlib import import_module
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from sync_plugin_std.layers.regrouping import Fuse, Rename, Split, Transpose
     from sync_plugin_std.layers.selection import Select
     from sync_plugin_std.layers.stacking import Stack, Unstack
+    from sync_plugin_std.models.multi_model import receive_together
+    from sync_plugin_std.models.send_group import SendGroup
+    from sync_plugin_std.models.stream import Stream
     from sync_plugin_std.schemes.getter import from_getter
     from sync_plugin_std.schemes.mp import with_pipe
-    from sync_plugin_std.stream import Stream
     from sync_plugin_std.workers.restart import Restart
 
     rename, fuse, split, transpose = Rename, Fuse, Split, Transpose
@@ -50,6 +53,7 @@ __all__ = [
     "Rename",
     "Restart",
     "Select",
+    "SendGroup",
     "Split",
     "Stack",
     "Stream",
@@ -62,6 +66,7 @@ __all__ = [
     "from_getter",
     "fuse",
     "lora",
+    "receive_together",
     "rename",
     "select",
     "split",
@@ -89,13 +94,15 @@ _PLACES = {
     "Rename": ("layers.regrouping", "Rename"),
     "Restart": ("workers.restart", "Restart"),
     "Select": ("layers.selection", "Select"),
+    "SendGroup": ("models.send_group", "SendGroup"),
     "Split": ("layers.regrouping", "Split"),
     "Stack": ("layers.stacking", "Stack"),
-    "Stream": ("stream", "Stream"),
+    "Stream": ("models.stream", "Stream"),
     "Transpose": ("layers.regrouping", "Transpose"),
     "Unstack": ("layers.stacking", "Unstack"),
     "Zstd": ("layers.compression", "Zstd"),
     "from_getter": ("schemes.getter", "from_getter"),
+    "receive_together": ("models.multi_model", "receive_together"),
     "with_pipe": ("schemes.mp", "with_pipe"),
     # The entry points' names of the layers that change weights and take arguments.
     "bf16": ("layers.cast", "BFloat16"),

@@ -19,11 +19,11 @@ from sync_core import (
     PendingSend,
     Sender,
     SendError,
-    SendGroup,
     UnknownWorkerError,
 )
 from sync_core.checks import check_seconds
 from sync_core.models import resolve
+from sync_plugin_std import SendGroup
 from sync_plugin_torchrl.guarded_receiver import GuardedReceiver
 from sync_plugin_torchrl.sources import find_devices, find_sources, find_target
 

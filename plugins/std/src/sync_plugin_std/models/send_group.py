@@ -9,26 +9,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sync_core import (
+    Delivery,
+    ModelError,
+    PendingSend,
+    Sender,
+    SendReport,
+    WorkerError,
+    WorkerResult,
+)
 from sync_core.checks import check_seconds, normalize
-from sync_core.errors import ModelError, WorkerError
-from sync_core.report import SendReport, Unwaited, WorkerResult
-from sync_core.sending.pending import PendingSend
-from sync_core.sending.sender import Sender, interrupt
-from sync_core.transports.transport import Delivery
 
 
 class SendGroup:
     """Sends the models of several senders as one version.
 
     A worker is updated when it has committed the version of every sender that serves it: it should
-    commit them by `sync_core.models.receive_together`, all or none. A worker that one sender skips
+    commit them by `receive_together`, all or none. A worker that one sender skips
     is skipped by all of them. Each sender counts its own versions; see `versions`.
 
     Args:
         senders: by name. The mapping is read at every send, so that senders may be added to it.
 
     Example:
-        >>> from sync_core import receive_together
+        >>> import torch
+        >>> from sync_core import Receiver
+        >>> from sync_plugin_std import receive_together
         >>> models = {"actor": torch.nn.Linear(4, 2), "critic": torch.nn.Linear(4, 1)}
         >>> copies = {"actor": torch.nn.Linear(4, 2), "critic": torch.nn.Linear(4, 1)}
         >>> group = SendGroup({n: Sender("thread", m, num_workers=1) for n, m in models.items()})
@@ -84,7 +90,7 @@ class SendGroup:
         try:
             return self._start(weights, worker_ids, timeout, begun).wait()
         except BaseException as error:
-            interrupt(begun, error)
+            _interrupt(begun, error)
             raise
 
     def send_async(
@@ -99,7 +105,7 @@ class SendGroup:
         try:
             return self._start(weights, worker_ids, timeout, begun)
         except BaseException as error:
-            interrupt(begun, error)
+            _interrupt(begun, error)
             raise
 
     def _start(
@@ -114,8 +120,8 @@ class SendGroup:
         chosen = self._chosen(weights)
         if len(chosen) == 1:
             ((sender, given),) = chosen.values()
-            return sender._start(given, worker_ids, timeout, begun)
-        longest = max(sender._terms.timeout for sender, _ in chosen.values())
+            return sender.begin(given, worker_ids, timeout, begun)
+        longest = max(sender.timeout for sender, _ in chosen.values())
         seconds = longest if timeout is None else check_seconds(timeout)
         # Ctrl-C may have ended the send before, and not all of its parts.
         if self._pending is not None and self._pending.ended:
@@ -128,11 +134,11 @@ class SendGroup:
         skipped: set[int] = set()
         for name, (sender, _) in chosen.items():
             addressed = [i for i in ids if i in serves[name]]
-            skipped |= {*addressed}.difference(sender._cadence.due(addressed, sender.version))
+            skipped |= {*addressed}.difference(sender.due(addressed))
         for name, (sender, given) in chosen.items():
             due = [i for i in ids if i in serves[name] and i not in skipped]
             every = worker_ids is None and not skipped
-            sender._start(given, None if every else due, timeout, begun, counted=True)
+            sender.begin(given, None if every else due, timeout, begun, counted=True)
         self._parts = tuple(begun)
         self._pending = _together(
             self._parts, skipped=sorted(skipped), started=started, timeout=seconds
@@ -188,11 +194,9 @@ def _together(
 ) -> PendingSend:
     """Return the sends of several senders as one."""
     parts: dict[int, list[Delivery]] = {}
-    unwaited: dict[int, Unwaited] = {}
     for send in sends:
         for worker_id, delivery in send.deliveries.items():
             parts.setdefault(worker_id, []).append(delivery)
-        unwaited.update(send._unwaited)
     version = sends[0].version
     return PendingSend(
         version,
@@ -202,7 +206,7 @@ def _together(
         timeout=timeout,
         offered=time.perf_counter(),
         wait=partial(_wait, sends),
-        unwaited=unwaited,
+        unwaited={i: why for send in sends for i, why in send.unwaited.items()},
         finish=partial(_finish, sends),
     )
 
@@ -212,8 +216,8 @@ def _wait(sends: Sequence[PendingSend], joint: Sequence[Delivery], seconds: floa
     limit = time.perf_counter() + seconds
     waited = {delivery.worker_id for delivery in joint}
     for send in sends:
-        deliveries = [delivery for i, delivery in send._deliveries.items() if i in waited]
-        send._wait(deliveries, max(0.0, limit - time.perf_counter()))
+        deliveries = [delivery for i, delivery in send.deliveries.items() if i in waited]
+        send.wait_for(deliveries, max(0.0, limit - time.perf_counter()))
 
 
 def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -> SendReport:
@@ -222,7 +226,7 @@ def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -
     with ExitStack() as stack:
         # The others are ended too, if what is called at the end of one of them raises.
         for send in reversed(sends):
-            stack.callback(_put, reports, partial(send._end, waited=waited))
+            stack.callback(_put, reports, partial(send.end, waited=waited))
     workers = {
         i: _merged([each.workers[i] for each in reports if i in each.workers], report, result)
         for i, result in report.workers.items()
@@ -238,6 +242,11 @@ def _finish(sends: Sequence[PendingSend], report: SendReport, *, waited: bool) -
         unchanged=_unchanged([each.unchanged for each in reports]),
         no_worker_left=any(each.no_worker_left for each in reports),
     )
+
+
+def _interrupt(begun: Sequence[PendingSend], error: BaseException) -> None:
+    for pending in begun:
+        pending.interrupt(error)
 
 
 def _unchanged(parts: Sequence[bool | None]) -> bool | None:

@@ -6,8 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from sync_core.errors import SyncError
-from sync_core.receiving.receiver import Receiver
+from sync_core import Receiver, SyncError
 
 
 def receive_together(

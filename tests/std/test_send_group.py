@@ -19,14 +19,12 @@ from sync_core import (
     Receiver,
     Sender,
     SendError,
-    SendGroup,
     SendReport,
     UnknownWorkerError,
     WorkerError,
     WorkerTimeoutError,
-    receive_together,
 )
-from sync_plugin_std import Interval
+from sync_plugin_std import Interval, SendGroup, receive_together
 
 
 class World:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sync_core import PendingSend, Receiver, Sender, SendError, SyncError, receive_together
+from sync_core import PendingSend, Receiver, Sender, SendError, SyncError
+from sync_plugin_std import receive_together
 
 
 class Refusing(nn.Linear):
