@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tests.core.models import filled
 from torch import nn
 
@@ -31,8 +32,9 @@ def value_of(model: nn.Module) -> float:
 
 
 def deliver(sender: Sender, receiver: Receiver) -> None:
-    pending = sender.send_async()
+    pending = sender.send_async(extras={"step": torch.ones(1)})
     assert receiver.receive() == pending.version
+    assert receiver.extras
     pending.wait()
 
 
@@ -49,7 +51,7 @@ def test_the_newest_version_comes_again(scheme: str, background: bool) -> None:
         deliver(sender, receiver)
         for value in (2.0, 3.0):
             receiver.register_model(later := linear(0.0))
-            assert (receiver.version, receiver.delivered) == (0, 0)
+            assert (receiver.version, receiver.delivered, receiver.extras) == (0, 0, {})
             assert eventually(lambda: not is_current(sender))
             assert receiver.receive() == value - 1
             receiver.register_model(later)

@@ -242,7 +242,7 @@ def test_a_peer_that_answers_something_else_is_lost_and_the_sender_lives(
     with Sender(scheme, nn.Linear(2, 2), num_workers=1) as sender:
         receiver = Receiver(sender.address(0), nn.Linear(2, 2))
         pending = sender.send_async()
-        transport: Any = receiver._transport
+        transport: Any = receiver._connection.transport
         channel = transport._channel
         channel.send({"type": "answer", "answer": answer, "held": []})
         with pytest.raises(SendError) as info:

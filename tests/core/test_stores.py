@@ -142,7 +142,7 @@ def test_a_worker_that_left_fails_every_send_at_once(sender: Sender) -> None:
 
 def test_signs_that_stop_mean_death(sender: Sender) -> None:
     receiver = join(sender, 0)
-    transport: Any = receiver._transport
+    transport: Any = receiver._connection.transport
     transport._pulse.end()
     with pytest.raises(SendError) as failure:
         sender.send(worker_ids=0)

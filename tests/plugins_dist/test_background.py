@@ -45,7 +45,7 @@ def fill(model: nn.Linear, value: float) -> None:
 
 
 def staged(receiver: Receiver) -> int:
-    payload: Payload | None = receiver._transport._staged  # type: ignore[attr-defined]
+    payload: Payload | None = receiver._connection.transport._staged  # type: ignore[attr-defined]
     return 0 if payload is None else payload.version
 
 
@@ -104,7 +104,7 @@ def test_a_version_joined_from_ranks_does_not_change_while_it_is_committed(schem
         with torch.no_grad():
             policy.weight[1] = 3.0
         pending = sender.send_async()
-        transport: Any = receiver._transport
+        transport: Any = receiver._connection.transport
         end = transport._ends[0].transport
         background = end.transport if "increments" in scheme else end
         deadline = time.monotonic() + 20
@@ -145,7 +145,7 @@ def test_one_that_stands_still_with_three_versions_holds_up_nobody() -> None:
         pending = sender.send_async()
         assert receiver.receive(5) == 1
         pending.wait()
-        transport: Any = receiver._transport
+        transport: Any = receiver._connection.transport
         # The committed version, the staged one, and the one accepted next.
         for _ in range(2):
             sender.send_async().abandon()

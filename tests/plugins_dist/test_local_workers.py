@@ -120,7 +120,7 @@ def test_an_answer_does_not_give_back_what_was_accepted_meanwhile() -> None:
         Sender("dist", model, num_workers=1, timeout=20, zero_copy=True) as sender,
         Receiver(sender.address(0), copy) as receiver,
     ):
-        transport: Any = receiver._transport
+        transport: Any = receiver._connection.transport
         payloads = []
         for value in (1.0, 2.0):
             sender.send_async(weights_of(value)).abandon()

@@ -104,7 +104,7 @@ def test_a_worker_that_leaves_right_after_its_answer_is_lost(scheme: str) -> Non
         receiver = Receiver(sender.address(0), {"w": torch.zeros(4)})
         pending = sender.send_async()
         if scheme.startswith("two_phase"):
-            assert receiver._transport._stage(time.monotonic() + 30)  # type: ignore[attr-defined]
+            assert receiver._connection.transport._stage(time.monotonic() + 30)  # type: ignore[attr-defined]
             assert transport._round.decided.wait(30)
         with transport._lock:
             assert receiver.receive(30) == 1

@@ -35,7 +35,7 @@ class _Repeating(ReceiverTransport):
 
 
 def chunked(receiver: Receiver) -> ChunkedReceiver:
-    transport: Any = receiver._transport
+    transport: Any = receiver._connection.transport
     assert isinstance(transport, ChunkedReceiver)
     return transport
 

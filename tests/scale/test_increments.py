@@ -99,7 +99,7 @@ def test_bytes_between_tensors_do_not_matter_to_a_whole_version() -> None:
     with Sender(Increments(Far(), whole_every=1), model, num_workers=1) as sender:
         receiver = Receiver(sender.address(0), copy)
         send(sender, receiver)
-        transport: Any = receiver._transport
+        transport: Any = receiver._connection.transport
         transport.kept.body.fill(77)
         send(sender, receiver)
         assert torch.equal(copy["c"], model["c"])

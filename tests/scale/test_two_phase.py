@@ -368,7 +368,7 @@ def test_in_any_history_a_version_is_everywhere_or_nowhere(inner: str, seed: int
 
 def cut_off(receiver: Receiver) -> None:
     """Lose what a worker says about versions that it has dropped."""
-    transport: Any = receiver._transport
+    transport: Any = receiver._connection.transport
     acknowledge = transport._versions.acknowledge
 
     def lose(answer: Answer) -> None:
@@ -382,7 +382,7 @@ def test_a_worker_that_has_dropped_a_committed_version_gets_it_again() -> None:
     with Fleet(TwoPhase("thread", wait=0.2), 2) as fleet:
         cut_off(fleet.receivers[0])
         pending = fleet.sender.send_async()
-        transport: Any = fleet.receivers[0]._transport
+        transport: Any = fleet.receivers[0]._connection.transport
         while not transport._dropped:
             assert fleet.receivers[0].receive(0.3) is None
         assert fleet.receivers[1].receive(20.0) == 1
@@ -395,7 +395,7 @@ def test_a_worker_that_has_dropped_a_committed_version_gets_it_again() -> None:
 
 def test_a_worker_that_asks_for_ever_is_answered_once() -> None:
     with Fleet("two_phase::thread", 1) as fleet:
-        transport: Any = fleet.receivers[0]._transport
+        transport: Any = fleet.receivers[0]._connection.transport
         pending = fleet.sender.send_async()
         for _ in range(2):
             payload = transport.receive(20.0)
@@ -411,7 +411,7 @@ def test_a_worker_that_asks_for_ever_is_answered_once() -> None:
 def test_a_version_asked_for_again_comes_after_one_that_replaced_it() -> None:
     with Fleet("two_phase::thread", 1) as fleet:
         sending: Any = fleet.sender._pipeline.transport
-        transport: Any = fleet.receivers[0]._transport
+        transport: Any = fleet.receivers[0]._connection.transport
         assert fleet.send(0).updated == (0,)
         fleet.model["a"].fill_(2.0)
         pending = fleet.sender.send_async()

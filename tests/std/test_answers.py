@@ -83,7 +83,7 @@ def test_a_worker_can_spoil_its_own_words_alone(written: bytes | None) -> None:
         workers(sender) as receivers,
     ):
         sender.send()
-        transport: Any = receivers[0]._transport
+        transport: Any = receivers[0]._connection.transport
         if written is None:
             # Well-formed, and nothing that a worker could have measured.
             transport._page.write_answer(Answer(version=1, stage_seconds=math.inf), [])
@@ -118,7 +118,7 @@ def test_an_answer_that_comes_after_the_worker_has_asked_for_more() -> None:
         Sender("shm", model, num_workers=1, timeout=10.0) as sender,
         Receiver(sender.address(0), copy) as receiver,
     ):
-        transport: Any = receiver._transport
+        transport: Any = receiver._connection.transport
         pending = sender.send_async()
         first = transport.receive(10.0)
         assert transport.receive(0.1) is None  # asks for more

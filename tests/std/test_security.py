@@ -322,7 +322,7 @@ def test_weights_that_do_not_fit_change_nothing(scheme: str) -> None:
     target = {"a": torch.zeros(4), "b": torch.zeros(4)}
     with Sender(scheme, {"a": torch.ones(4), "b": torch.ones(4)}, num_workers=1) as sender:
         receiver = Receiver(sender.address(0), target)
-        transport = receiver._transport
+        transport = receiver._connection.transport
         receive = transport.receive
 
         def forge(timeout: float) -> Payload | None:

@@ -77,8 +77,8 @@ class Worker:
     def die(self) -> None:
         """Lose the connection, without a word."""
         if self.receiver is not None:
-            self.receiver._transport.close()
-            self.receiver._leave.detach()
+            self.receiver._connection.transport.close()
+            self.receiver._connection._leave.detach()
             self.receiver = None
 
 
@@ -311,7 +311,7 @@ class Order:
         """Flip a bit of what a worker keeps to make the next version from."""
         receiver = self.workers[self.any_worker()].receiver
         if receiver is not None:
-            transport: Any = receiver._transport
+            transport: Any = receiver._connection.transport
             with suppress(IncrementError):
                 body = transport.kept.body
                 body[self.random.randrange(len(body))] ^= 1

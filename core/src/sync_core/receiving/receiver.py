@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, Self
 
@@ -19,10 +19,10 @@ from sync_core.address import Address, IndirectEndpoint
 from sync_core.checks import check_count, check_function, check_seconds
 from sync_core.errors import AddressError, ClosedError, PayloadError, SenderLostError, SyncError
 from sync_core.models.lookup import same
-from sync_core.receiving.target import LentPayload, Target
-from sync_core.registry import Plugin
-from sync_core.stack import Defaults, Load, PluginStack
-from sync_core.transports.transport import Answer, ReceiverTransport
+from sync_core.receiving.connection import Connection, refuse
+from sync_core.receiving.target import Target
+from sync_core.stack import Load
+from sync_core.transports.transport import Answer
 from sync_core.updater import Updated
 from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.extras import check_base, of_user
@@ -112,36 +112,30 @@ class Receiver(Updated):
             address = address.endpoint.resolve(address, timeout)
         self._timeout = timeout
         self._on_commit = on_commit
-        self._on_arrival: Callable[[], object] = _nothing
+        self._on_arrival: Callable[[], object] | None = None
         self._first_version = check_count(version, "version", least=0)
-        self._version, self._refused = self._first_version, 0
-        self._staged: Payload | None = None
-        # The transport that brought what came last, which alone is answered about it.
-        self._asked: ReceiverTransport | None = None
-        # Another model was registered while a thread commits, which then connects once more.
-        self._replaced = False
-        # The finalizers of connections that were replaced.
-        self._outdated: list[weakref.finalize[..., Any]] = []
-        self._extras: Mapping[str, Tensor] = {}
-        self._load_began = self._load_ended = 0.0
-        self._closed = False
+        self._refused = 0
+        # Connections that were replaced, and end once no thread waits in them.
+        self._outdated: list[Connection] = []
+        # Why it was closed; empty while it is open.
+        self._closed = ""
         self._process = os.getpid()
         # No other thread may close what a thread waits for.
         self._exclusive = Exclusive()
         # Held for shorter: another thread may ask for a snapshot while one waits for a version.
         self._writing = Exclusive()
         self._background = background
-        self._reasons: list[str] = []
         self._make_target = partial(Target, context=context, load=load, consolidate=consolidate)
         self._loads = load is not None
         # The argument of a scheme's `resolve`, for each model.
         self._given = address
-        self._connect(*self._resolve(model))
+        self._connect(self._target_for(*self._resolve(model)), self._first_version)
 
     @property
     def version(self) -> int:
         """The version that the model has; 0 before the first commit."""
-        return self._version
+        connection = self._connection
+        return connection.version if connection.successor is None else 0
 
     @property
     def extras(self) -> Mapping[str, Tensor]:
@@ -159,7 +153,8 @@ class Receiver(Updated):
             ...     receiver.receive(), receiver.extras
             (1, {'temperature': tensor(0.7000)})
         """
-        return self._extras
+        connection = self._connection
+        return connection.extras if connection.successor is None else {}
 
     @property
     def delivered(self) -> int:
@@ -168,14 +163,15 @@ class Receiver(Updated):
         It is `version`, but under a scheme that wraps another: see `ReceiverTransport.delivered`.
         It is 0 where a string reference leads to another module than the one that has `version`.
         """
-        if self._target.model_was_replaced():
+        connection = self._connection
+        if connection.target.model_was_replaced():
             return 0
-        return self._transport.delivered(self._version)
+        return connection.transport.delivered(self.version)
 
     @property
     def worker_id(self) -> int:
         """The id of this worker, which the sender has chosen where workers share an address."""
-        return self._address.worker_id
+        return self._target.address.worker_id
 
     @property
     def refused(self) -> int:
@@ -185,7 +181,7 @@ class Receiver(Updated):
     @property
     def model_id(self) -> str:
         """The model's name."""
-        return self._address.model_id
+        return self._target.address.model_id
 
     def register_model(self, model: Any) -> None:
         """Say what the weights are committed to; see the argument ``model``.
@@ -197,23 +193,22 @@ class Receiver(Updated):
             LayoutMismatchError: the model does not fit the sender's; the one before stays.
             SenderLostError: the sender is gone.
         """
-        before = self._target.model
-        if before is None or same(model, before):
-            self._target.register(model)
+        target = self._target
+        if target.model is None or same(model, target.model):
+            target.register(model)
             return
         self._check_open()
-        address, model = self._resolve(model)
+        target = self._make_target(*self._resolve(model))
         with self._writing.lock:
-            self._target.register(model)
-            self._address, self._version, self._replaced = address, 0, True
+            self._connection.successor = target
             if self._exclusive.acquire(0):
                 try:
                     self._connect_anew()
-                    self._leave_outdated()
+                    self._end_outdated()
                 finally:
                     self._exclusive.release()
             elif self._exclusive.waiting:
-                outdated = self._transport
+                outdated = self._connection.transport
                 self._connect_anew()
                 outdated.wake()
 
@@ -267,26 +262,31 @@ class Receiver(Updated):
 
     def _stage(self, deadline: float) -> int | None:
         self._check_open()
-        if self._staged is not None:
+        if self._connection.staged is not None:
             self.reject(SyncError("a newer version was asked for before this one was committed"))
-        self._replaced |= self._target.model_was_replaced()
-        self._target.loaded = False
-        self._next(deadline)
-        while self._staged is not None and not self._accepts(self._staged):
-            self._next(deadline)
-        if self._staged is None:
+        connection = self._connection
+        if connection.successor is None and connection.target.model_was_replaced():
+            with self._writing.lock:
+                target = self._target
+                connection.successor = self._make_target(target.address, target.model)
+        connection.target.defaults.loaded = False
+        payload = self._next(deadline)
+        while payload is not None and not self._accepts(payload):
+            payload = self._next(deadline)
+        if payload is None:
             self._check_open()
             return None
-        return self._staged.version
+        return payload.version
 
     def _accepts(self, payload: Payload) -> bool:
         """Return whether a payload is newer than the model, and brings all that the model lacks."""
-        if payload.version <= self._version:
-            self._staged = None
+        connection = self._connection
+        if payload.version <= connection.version:
+            connection.staged = None
             payload.release()
-            if payload.version == self._version > self._first_version:
+            if payload.version == connection.version > self._first_version:
                 # It has joined again: the sender cannot know that this worker has it.
-                self._answer(Answer(version=payload.version))
+                self._answer(connection, Answer(version=payload.version))
             elif payload.version <= self._first_version:
                 error = SyncError(
                     f"version {payload.version} is not beyond version {self._first_version}, which "
@@ -294,75 +294,78 @@ class Receiver(Updated):
                     f"{self._first_version}) in a trainer that was started again, or "
                     "Receiver(…, version=0) to accept any version"
                 )
-                self._answer(Answer.refusal(payload.version, error))
+                self._answer(connection, Answer.refusal(payload.version, error))
             return False
         try:
-            check_base(payload, self._version)
+            check_base(payload, connection.version)
         except PayloadError as error:
             self.reject(error)
-        return self._staged is not None
+        return connection.staged is not None
 
     @property
     def staged(self) -> int:
         """The version that is staged, or else the one that the model has."""
-        return self._version if self._staged is None else self._staged.version
+        payload = self._connection.staged
+        return self.version if payload is None else payload.version
 
     def load(self) -> None:
         """Write what is staged into the model; to be followed by `confirm` or `reject`."""
+        connection = self._connection
         with self._writing.lock:
-            if self._staged is not None:
-                self._load_began = time.perf_counter()
-                self._target.write(self._staged, self._version)
-                self._load_ended = time.perf_counter()
+            if connection.staged is not None:
+                connection.load_began = time.perf_counter()
+                connection.target.write(connection.staged, connection.version)
+                connection.load_ended = time.perf_counter()
 
     def reject(self, error: BaseException) -> None:
         """Drop what is staged, and tell the sender why."""
-        payload, self._staged = self._staged, None
+        connection = self._connection
+        payload, connection.staged = connection.staged, None
         if payload is None:
             return
-        self._refused = payload.version
-        bad, loaded = self._target.take_damage(), self._target.loaded
+        self._refused, target = payload.version, connection.target
+        bad, loaded = target.take_damage(), target.defaults.loaded
         answer = Answer.refusal(payload.version, error, loaded=loaded, bad=bad)
         if answer.model_state == "bad":
-            self._version = 0
+            connection.version = 0
         elif answer.model_state == "new":
-            self._version = payload.version
-            self._extras = of_user(self._target.extras)
-        self._target.refused(payload)
-        self._answer(answer)
+            connection.version = payload.version
+            connection.extras = of_user(target.extras)
+        target.refused(payload)
+        self._answer(connection, answer)
 
     def confirm(self) -> int:
         """Make what was loaded the model's version, and tell the sender so."""
-        payload = self._staged
+        connection = self._connection
+        payload, target = connection.staged, connection.target
         if payload is None:
-            return self._version
+            return self.version
         try:
             with uninterrupted():
-                self._version, self._staged = payload.version, None
-                self._extras = of_user(self._target.extras)
-                self._target.committed(payload)
+                connection.version, connection.staged = payload.version, None
+                connection.extras = of_user(target.extras)
+                target.committed(payload)
             if self._on_commit is not None:
                 self._on_commit(payload.version)
         except BaseException as error:
-            if self._staged is not None:
+            if connection.staged is not None:
                 raise  # by Ctrl-C, before it was confirmed: it is still to be rejected
             answer = Answer.refusal(payload.version, error, loaded=True)
             if answer.model_state == "bad":
-                self._version = 0
-            self._answer(answer)
+                connection.version = 0
+            self._answer(connection, answer)
             raise
         now = time.perf_counter()
-        self._answer(
-            Answer(
-                version=payload.version,
-                stage_seconds=payload.stage_seconds,
-                commit_seconds=self._load_ended - self._load_began,
-                pause_seconds=now - self._load_began,
-                known_at=payload.known_at,
-                answered_at=now,
-                clock=None if payload.known_at is None else clock_id(),
-            )
+        answer = Answer(
+            version=payload.version,
+            stage_seconds=payload.stage_seconds,
+            commit_seconds=connection.load_ended - connection.load_began,
+            pause_seconds=now - connection.load_began,
+            known_at=payload.known_at,
+            answered_at=now,
+            clock=None if payload.known_at is None else clock_id(),
         )
+        self._answer(connection, answer)
         return payload.version
 
     def snapshot(self) -> Mapping[str, Tensor] | None:
@@ -379,7 +382,7 @@ class Receiver(Updated):
         Raises:
             LayoutMismatchError: they do not fit the model; nothing was written.
         """
-        prepared = self._transport.prepare(weights)
+        prepared = self._connection.transport.prepare(weights)
         with self._writing.lock:
             self._target.write_by_hand(weights, prepared)
 
@@ -398,9 +401,9 @@ class Receiver(Updated):
         check_function(callback, "callback")
         self._on_arrival = callback
         # A weak reference: a receiver that its owner forgets leaves its sender.
-        told = self._transport.on_arrival(partial(_tell, weakref.ref(self)))
+        told = self._connection.transport.on_arrival(partial(_tell, weakref.ref(self)))
         if not told:
-            self._on_arrival = _nothing
+            self._on_arrival = None
         return told
 
     def close(self) -> None:
@@ -411,14 +414,10 @@ class Receiver(Updated):
         self._close("closed its receiver")
 
     def _close(self, reason: str) -> None:
-        self._closed = True
-        self._reasons.append(reason)
-        with self._exclusive.last(self._transport.wake):
-            if self._staged is not None:
-                self._staged.release()
-                self._staged = None
-            self._leave_outdated()
-            self._leave()
+        self._closed = self._closed or reason
+        with self._exclusive.last(self._connection.transport.wake):
+            self._end_outdated()
+            self._connection.end(self._closed)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -428,18 +427,24 @@ class Receiver(Updated):
 
     def __repr__(self) -> str:
         state = "closed, " if self._closed else ""
-        scheme = registry.find(registry.SCHEMES, self._address.scheme).name
+        scheme = registry.find(registry.SCHEMES, self._target.address.scheme).name
         return (
             f"<Receiver {scheme!r} of {self.model_id!r}: {state}worker_id={self.worker_id}, "
-            f"version={self._version}>"
+            f"version={self.version}>"
         )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        cause = "" if error is None else f" after {_describe(error)}"
+        cause = "" if error is None else f" after {type(error).__name__}: {error}"
         self._close(f"closed its receiver{cause}")
+
+    @property
+    def _target(self) -> Target:
+        """The target of the model that was registered last."""
+        connection = self._connection
+        return connection.successor or connection.target
 
     def _resolve(self, model: Any) -> tuple[Address, Any]:
         """Return the address to connect to, and what is written, as the scheme adapts both."""
@@ -450,104 +455,94 @@ class Receiver(Updated):
         address, found = resolve(address, None if self._loads else model, self._timeout)
         return address, model if self._loads else found
 
-    def _connect(self, address: Address, model: Any) -> None:
-        """Make the ends of an address: what reads it, and what writes into the model."""
-        self._address = address
-        timeout = self._timeout
-        backend = registry.find(registry.SCHEMES, address.scheme)
+    def _target_for(self, address: Address, model: Any) -> Target:
+        """Return what writes into a model; if it cannot, the sender learns that at once."""
         try:
-            self._target: Target = self._make_target(address, backend)
-            if model is not None:
-                self._target.register(model)
+            return self._make_target(address, model)
         except Exception as error:
-            _refuse(address, backend, timeout, error)
+            refuse(address, self._timeout, error)
             raise
-        self._transport: ReceiverTransport = self._target.stack.create_receiver_transport(
-            address.transport_context(backend.name, timeout, background=self._background)
+
+    def _connect(
+        self, target: Target, version: int = 0, extras: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Connect to the sender, as a worker whose model has a version already, or 0."""
+        self._connection = Connection(
+            self, target, self._timeout, version, extras or {}, background=self._background
         )
-        self._leave = weakref.finalize(
-            self, _leave, self._transport, self._target.lease, self._reasons, self._process
-        )
-        self._leave.atexit = False
-        if self._on_arrival is not _nothing:
+        if self._on_arrival is not None:
             self.on_arrival(self._on_arrival)
 
     def _connect_anew(self) -> None:
-        """Connect once more, as a worker that has no version: its model is another one.
+        """Connect once more, as a worker that has no version, if its model is another one.
 
         The connection before ends after that, so that the sender does not count this worker as
         lost.
         """
-        leave = self._leave
-        self._connect(self._address, self._target.model)
-        self._outdated.append(leave)
-        self._version, self._replaced = 0, False
-        if self._staged is not None:
-            # It comes again, for the other model.
-            self._staged.release()
-            self._staged = None
+        before = self._connection
+        if before.successor is not None:
+            self._connect(before.successor)
+            self._outdated.append(before)
 
-    def _leave_outdated(self) -> None:
+    def _end_outdated(self) -> None:
         while self._outdated:
-            self._outdated.pop()()
+            self._outdated.pop().end(self._closed or "was given another model")
 
     def _join_again(self, lost: SenderLostError, deadline: float) -> None:
         """Have the sender admit this worker once more; else close, and raise how it was lost."""
-        before = self.worker_id
+        left = self.worker_id
         try:
             if self._shared is None:
                 raise lost
             seconds = min(self._timeout, max(deadline - time.monotonic(), _JOINING))
-            address = self._shared.endpoint.resolve(self._shared, seconds)
-            self._reasons.append("joins again")
-            self._leave()
-            self._reasons.clear()
-            model, found = self._target.model, self._target.found
-            self._given = address
-            self._connect(address, model)
-            # So that another model at the end of a reference is noticed.
-            self._target.found = found
+            self._given = self._shared.endpoint.resolve(self._shared, seconds)
+            self._connection.end("joins again")
+            with self._writing.lock:
+                before = self._target
+                target = self._target_for(self._given, before.model)
+                # So that another model at the end of a reference is noticed.
+                target.found = before.found
+                self._connect(target, self.version, self.extras)
         except SyncError as error:
             self.close()
             raise lost from (None if error is lost else error)
-        _log.warning("worker %d joins again as worker %d: %s", before, self.worker_id, lost)
+        _log.warning("worker %d joins again as worker %d: %s", left, self.worker_id, lost)
         if self._closed:
             # By another thread, meanwhile.
-            self._leave()
+            self._connection.end(self._closed)
             raise ClosedError(_IS_CLOSED) from lost
 
-    def _next(self, deadline: float) -> None:
-        """Keep the next version as what is staged, if one comes in time."""
+    def _next(self, deadline: float) -> Payload | None:
+        """Stage the next version, if one comes in time, and return it."""
         while True:
+            connection = self._connection
             try:
-                self._wait(deadline)
+                with self._writing.lock:
+                    if connection.successor is not None:
+                        self._connect_anew()
+                    connection = self._connection
+                    self._exclusive.waiting = True
+                if self._outdated:
+                    self._end_outdated()
+                try:
+                    # Kept at once: after Ctrl-C it is rejected, and its memory is given back.
+                    # Memory that a transport allocates may become that of parameters, or of later
+                    # versions.
+                    connection.staged = outside_inference_mode(
+                        connection.transport.receive, max(0.0, deadline - time.monotonic())
+                    )
+                finally:
+                    with self._writing.lock:
+                        self._exclusive.waiting = False
             except SenderLostError as error:
                 if self._closed:
                     raise ClosedError(_IS_CLOSED) from error
-                # Unless another model was registered meanwhile, and its transport is there.
-                if self._replaced or self._asked is self._transport:
+                # Unless another model was registered meanwhile, and its connection is there.
+                if connection is self._connection:
                     self._join_again(error, deadline)
                 continue
-            if self._asked is self._transport:
-                return
-
-    def _wait(self, deadline: float) -> None:
-        with self._writing.lock:
-            if self._replaced:
-                self._connect_anew()
-            self._asked = self._transport
-            self._exclusive.waiting = True
-        if self._outdated:
-            self._leave_outdated()
-        try:
-            # Kept at once: after Ctrl-C it is rejected, and its memory is given back. Memory that a
-            # transport allocates may become that of parameters, or of later versions.
-            self._staged = outside_inference_mode(
-                self._asked.receive, max(0.0, deadline - time.monotonic())
-            )
-        finally:
-            with self._writing.lock:
-                self._exclusive.waiting = False
+            if connection is self._connection:
+                return connection.staged
 
     def _check_open(self) -> None:
         if self._closed:
@@ -560,56 +555,23 @@ class Receiver(Updated):
                 "forked, and make the Receiver here: Receiver(address, model)"
             )
 
-    def _answer(self, answer: Answer) -> None:
-        if self._replaced:
+    def _answer(self, connection: Connection, answer: Answer) -> None:
+        """Answer about what a connection brought, unless another model has come meanwhile.
+
+        For that one, the version comes again.
+        """
+        if connection.successor is not None:
             with self._writing.lock:
                 self._connect_anew()
-        if self._asked is not self._transport:
-            return  # another model has come meanwhile, for which the version comes again
-        try:
-            self._transport.acknowledge(answer)
-        except SenderLostError:
-            return  # it needs no answer; the next receive() says that it has gone
-
-
-def _refuse(address: Address, backend: Plugin, timeout: float, error: Exception) -> None:
-    """Connect only to let the sender know, at once, why this worker cannot receive."""
-    stack = PluginStack(Defaults(address.strategy), backend)
-    context = address.transport_context(backend.name, timeout)
-    # The caller gets the reason, and not that the sender could not be reached.
-    with suppress(Exception), closing(stack.create_receiver_transport(context)) as transport:
-        payload = transport.receive(0.0)
-        if payload is not None:
-            payload.release()
-            transport.acknowledge(Answer.refusal(payload.version, error))
-        transport.leave(f"refused to receive: {_describe(error)}")
-
-
-def _nothing() -> None:
-    return
+            return
+        with suppress(SenderLostError):  # it needs no answer; the next receive() says so
+            connection.transport.acknowledge(answer)
 
 
 def _tell(reference: weakref.ref[Receiver]) -> None:
     receiver = reference()
-    if receiver is None:
-        return
     try:
-        receiver._on_arrival()
+        if receiver is not None and receiver._on_arrival is not None:
+            receiver._on_arrival()
     except Exception:
         _log.exception("the on_arrival callback of a receiver raised an error")
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _leave(
-    transport: ReceiverTransport, lease: LentPayload, reasons: list[str], process: int
-) -> None:
-    lease.end()
-    try:
-        # Not for a process that was forked from the receiver's.
-        if os.getpid() == process:
-            transport.leave(reasons[0] if reasons else "dropped its receiver without closing it")
-    finally:
-        transport.close()

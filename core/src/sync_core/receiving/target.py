@@ -21,6 +21,7 @@ from sync_core.models.lookup import look_up, refers, same
 from sync_core.models.match import check_match
 from sync_core.registry import Plugin
 from sync_core.stack import Defaults, Load, PluginStack
+from sync_core.transports.transport import ReceiverTransport
 from sync_core.weights.copying import outside_inference_mode
 from sync_core.weights.extras import detached
 from sync_core.weights.layout import Layout
@@ -32,7 +33,7 @@ class Target:
 
     Args:
         address: the receiver's.
-        backend: its scheme.
+        model: what is written into; see `register`. None for a model that is registered later.
         context: the object in which string references are looked up.
         load: the worker's own way of loading; see `sync_core.Receiver`.
         consolidate: whether a module's tensors may be moved; see `sync_core.Receiver`.
@@ -41,14 +42,16 @@ class Target:
     def __init__(
         self,
         address: Address,
-        backend: Plugin,
+        model: Any,
         *,
         context: Any,
         load: Load | None,
         consolidate: bool,
     ) -> None:
+        backend = registry.find(registry.SCHEMES, address.scheme)
         backend = bind(backend, _context(address, backend, address.layout))
-        self._address = address
+        self.address = address
+        self._backend = backend
         self._context = context
         self._load = load
         #: The extras of the last version; layers have taken out theirs.
@@ -56,7 +59,8 @@ class Target:
         #: The payload that the model views until the next version, if it does.
         self.lease = LentPayload()
         self._keeps_views = address.zero_copy and load is None
-        self._defaults = Defaults(address.strategy, consolidate=consolidate, load=load)
+        #: These know whether the last version was loaded, even if a layer raised afterwards.
+        self.defaults = Defaults(address.strategy, consolidate=consolidate, load=load)
         found = [registry.find(registry.LAYERS, given) for given in address.layers]
         layers = [
             _bound(address, backend, layer, layout)
@@ -64,33 +68,28 @@ class Target:
         ]
         #: Whether a version may lack some of the tensors.
         self.partial = declares("partial", found)
-        self.stack = PluginStack(self._defaults, backend, layers)
-        self._without_layers = PluginStack(self._defaults, backend)
+        self.stack = PluginStack(self.defaults, backend, layers)
+        self._without_layers = PluginStack(self.defaults, backend)
         self._reshapes = any(
             "apply_weights" in implemented(plugin.object) and not declares("checks", [plugin])
             for plugin in (backend, *found)
         )
-        self._model: Any = None
+        #: What was registered.
+        self.model: Any = None
         self._refers = False
         #: The layout of the model when it was registered; None where none was checked.
         self._registered: Layout | None = None
         self._ties: Mapping[str, str] | None = None
         #: The model that was written, to which a reference has led.
         self.found: Any = None
+        if model is not None:
+            self.register(model)
 
-    @property
-    def model(self) -> Any:
-        """Return what was registered."""
-        return self._model
-
-    @property
-    def loaded(self) -> bool:
-        """Return whether the last version was loaded, even if a layer raised afterwards."""
-        return self._defaults.loaded
-
-    @loaded.setter
-    def loaded(self, loaded: bool) -> None:
-        self._defaults.loaded = loaded
+    def connect(self, timeout: float, *, background: bool) -> ReceiverTransport:
+        """Make the transport that reads from the sender; see `sync_core.Receiver`."""
+        scheme = self._backend.name
+        context = self.address.transport_context(scheme, timeout, background=background)
+        return self.stack.create_receiver_transport(context)
 
     def register(self, model: Any) -> None:
         """Write into this model from now on.
@@ -104,15 +103,15 @@ class Target:
             if self._context is None:
                 raise ModelError(f"{model!r} is looked up in a context: Receiver(…, context=…)")
         elif self._load is None:
-            check_loading(model, self._address.strategy)
+            check_loading(model, self.address.strategy)
         if not by_reference and not self._reshapes and self._load is None:
-            address = self._address
+            address = self.address
             registered = Binding(model, address.strategy).layout
             # No version, partial or whole, brings tensors that the sender's model lacks.
             check_match(
                 address.layout, registered, cast=address.cast, not_saved=partial(not_saved, model)
             )
-        self._model, self._refers, self._registered = model, by_reference, registered
+        self.model, self._refers, self._registered = model, by_reference, registered
         # As they are now: parameters that view what arrives are as the sender's.
         self._ties = None if registered is None else dict(registered.aliases)
 
@@ -125,12 +124,12 @@ class Target:
             return False
         # A path that leads nowhere is reported by what writes there.
         with suppress(ModelError):
-            return not same(look_up(self._model, self._context, self.found), self.found)
+            return not same(look_up(self.model, self._context, self.found), self.found)
         return False
 
     def write(self, payload: Payload, held: int) -> None:
         """Write a version into the model, which has version ``held``."""
-        address, update = self._address, detached(payload)
+        address, update = self.address, detached(payload)
         self.extras = update.extras
         model = self._resolve()
         try:
@@ -157,7 +156,7 @@ class Target:
         if self._registered is None:
             return False
         try:
-            check_match(self._registered, Binding(model, self._address.strategy).layout)
+            check_match(self._registered, Binding(model, self.address.strategy).layout)
         except SyncError:
             return True
         return False
@@ -171,26 +170,26 @@ class Target:
                 take no part.
         """
         # Of a model that a wrapping scheme has divided.
-        if views_of := getattr(self._model, "views_of", None):
+        if views_of := getattr(self.model, "views_of", None):
             weights = views_of(weights)
         if prepared is None:
-            stack, named = self._without_layers, named_tensors(weights, self._address.strategy)
+            stack, named = self._without_layers, named_tensors(weights, self.address.strategy)
             update = Update.of(named)
         else:
             stack, update = self.stack, prepared
         # What zero-copy parameters view is shared and read-only, so they get their own memory.
-        if self._address.zero_copy:
+        if self.address.zero_copy:
             update = update.copied()
         try:
-            context = self._address.apply_context(version=0, partial=self.partial)
+            context = self.address.apply_context(version=0, partial=self.partial)
             stack.apply_weights(update, self._resolve(), context)
         finally:
             drop_derived_weights()
-        self.loaded = False
+        self.defaults.loaded = False
 
     def take_damage(self) -> bool:
         """Return, once, whether the model may hold parts of a version: ``load`` has raised."""
-        damaged, self._defaults.loading = self._defaults.loading, False
+        damaged, self.defaults.loading = self.defaults.loading, False
         return damaged
 
     def committed(self, payload: Payload) -> None:
@@ -213,16 +212,16 @@ class Target:
         """A copy of the model's weights; None where the scheme alone knows how to load them."""
         if self._without_layers.implements("apply_weights") or self._load is not None:
             return None
-        named = named_tensors(self._resolve(), self._address.strategy)
+        named = named_tensors(self._resolve(), self.address.strategy)
         return dict(Update.of(named).copied().items())
 
     def _resolve(self) -> Any:
-        if self._model is None and self._load is None:
+        if self.model is None and self._load is None:
             raise ModelError("the receiver has no model; give it one, or call register_model()")
         if self._refers:
-            self.found = look_up(self._model, self._context, self.found)
+            self.found = look_up(self.model, self._context, self.found)
         else:
-            self.found = self._model
+            self.found = self.model
         return self.found
 
 

@@ -205,7 +205,7 @@ class Worker:
         """Flip a bit of what the next increment is applied to."""
         assert self.receiver is not None
         # A worker of several senders has an increment of each.
-        for transport in find(self.receiver._transport, WrappingReceiver):
+        for transport in find(self.receiver._connection.transport, WrappingReceiver):
             incremental: Any = transport
             incremental.kept.body[3] ^= 1
 
