@@ -1,43 +1,27 @@
-"""The layers of one end of a sender: their order, their state, and the layouts they are given."""
+"""The layers of one end of a sender: their order, their state, and which of them travel."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 from sync_core import registry
 from sync_core.errors import NotAPluginError
 from sync_core.hooks import (
+    HOOKS,
     PROJECT,
     ApplyContext,
     BindContext,
-    SendContext,
     hookimpl,
     implemented,
 )
 from sync_core.registry import Plugin
-from sync_core.stack import PluginStack
-from sync_core.weights.extras import attached
+from sync_core.report import Reporter
 from sync_core.weights.layout import Layout
-from sync_core.weights.payload import Update
-
-__all__ = [
-    "bind",
-    "declares",
-    "in_order",
-    "layouts_before",
-    "travels",
-    "with_followers",
-    "with_layout",
-]
-
-
-def travels(layer: Plugin) -> bool:
-    """Return whether a layer is needed at the receiver's end, and so travels in the address."""
-    return "apply_weights" in implemented(layer.object)
 
 
 def declares(capability: str, layers: Iterable[Plugin]) -> bool:
@@ -45,28 +29,54 @@ def declares(capability: str, layers: Iterable[Plugin]) -> bool:
     return any(capability in getattr(layer.object, "capabilities", ()) for layer in layers)
 
 
-def with_followers(layers: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Plugin, ...]]:
+def found_layers(layers: Sequence[Any]) -> list[tuple[Any, Plugin]]:
     """Return layers and their plugins, with those that they name as ``followed_by``, each once.
 
     These come before others that travel, so that they are given what stays with the sender has
     made, and prove it where all others have restored it.
     """
-    found = [registry.find(registry.LAYERS, layer) for layer in layers]
-    names: dict[str, None] = {}
-    for layer in found:
-        names |= dict.fromkeys(getattr(layer.object, "followed_by", ()))
-    followers = tuple(name for name in names if name not in layers)
-    plugins = (registry.find(registry.LAYERS, name) for name in followers)
-    return (*followers, *layers), (*plugins, *found)
+    found = [(layer, registry.find(registry.LAYERS, layer)) for layer in layers]
+    named = (getattr(plugin.object, "followed_by", ()) for _, plugin in found)
+    names = dict.fromkeys(chain.from_iterable(named))
+    followers = (
+        (name, registry.find(registry.LAYERS, name)) for name in names if name not in layers
+    )
+    return [*followers, *found]
 
 
-def in_order(layers: Iterable[Plugin]) -> list[Plugin]:
-    """The layers in the order in which they prepare: those that do not travel come first.
+class LayerPlan:
+    """The layers of a sender, resolved once: which of them prepare, in what order, which travel.
 
-    Receivers cannot undo those. So the layout that a travelling layer is given is the one that
-    receivers have after they have undone it, whatever the order in which the user gave the layers.
+    Those that do not travel come first, since receivers cannot undo them. So the layout that a
+    travelling layer is given is the one that receivers have after they have undone it, whatever
+    the order in which the user gave the layers.
+
+    Args:
+        found: of `found_layers`, those that the scheme does not apply itself.
+        context: of the sender.
     """
-    return sorted(layers, key=travels)
+
+    def __init__(self, found: Sequence[tuple[Any, Plugin]], context: BindContext) -> None:
+        #: The layers that are called with every report.
+        self.reporters = [one.object for _, one in found if isinstance(one.object, Reporter)]
+        # A reporter without hooks is nothing to a stack.
+        hooked = [pair for pair in found if set(HOOKS) & {*implemented(pair[1].object)}]
+        bound = [(given, bind(layer, context)) for given, layer in hooked]
+        bound.sort(key=lambda pair: _travels(pair[1]))
+        #: In the order in which they prepare.
+        self.layers = [layer for _, layer in bound]
+        #: The last of them, which receivers need, as the user gave them.
+        self.travelling = tuple(given for given, layer in bound if _travels(layer))
+        #: Whether workers may get less than the whole model.
+        self.partial = declares("partial", self.layers)
+        from_start = [i for i, one in enumerate(self.layers, 1) if declares("from_start", [one])]
+        #: Those up to the last that needs values at version 0.
+        self.from_start = self.layers[: max(from_start, default=0)]
+
+
+def _travels(layer: Plugin) -> bool:
+    """Return whether a layer is needed at the receiver's end, and so travels in the address."""
+    return "apply_weights" in implemented(layer.object)
 
 
 def bind(layer: Plugin, context: BindContext) -> Plugin:
@@ -110,39 +120,3 @@ def with_layout(layer: Plugin, layout: Layout) -> Plugin:
     marked = mark(wrapper if inspect.isgeneratorfunction(function) else plain)
     hooks = {name: getattr(layer.object, name) for name in implemented(layer.object)}
     return replace(layer, object=SimpleNamespace(**{**hooks, "apply_weights": marked}))
-
-
-def layouts_before(
-    defaults: object,
-    backend: Plugin,
-    layers: Sequence[Plugin],
-    update: Update,
-    context: SendContext,
-) -> list[Layout]:
-    """Prepare an update only for its layouts: what each layer is given, and last what travels.
-
-    Args:
-        defaults: see `sync_core.stack.PluginStack`.
-        backend: the scheme.
-        layers: in the order in which they prepare.
-        update: the weights.
-        context: of version 0.
-    """
-    seen = [_LayoutBefore() for _ in layers]
-    watched: list[Plugin] = []
-    for recorder, layer in zip(seen, layers, strict=True):
-        watched += [Plugin(registry.LAYERS, "layout", recorder), layer]
-    prepared = PluginStack(defaults, backend, watched).prepare_weights(update, context)
-    return [*(recorder.layout for recorder in seen), attached(prepared)[0]]
-
-
-class _LayoutBefore:
-    """Notes the layout that the next layer is given."""
-
-    layout = Layout(())
-
-    @hookimpl(wrapper=True)
-    def prepare_weights(self) -> Generator[None, Update, Update]:
-        update = yield
-        self.layout = update.layout
-        return update

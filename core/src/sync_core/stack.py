@@ -31,8 +31,10 @@ from sync_core.hooks import (
 from sync_core.models.binding import Binding
 from sync_core.models.extract import Strategy, check_loading, not_saved
 from sync_core.printable import printable
-from sync_core.registry import Plugin
+from sync_core.registry import LAYERS, Plugin
 from sync_core.transports.transport import ReceiverTransport, SenderTransport
+from sync_core.weights.extras import attached
+from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
 from sync_core.wrapping import check_receiver, check_sender, in_background
 
@@ -411,3 +413,39 @@ class PushCounter:
                 updated=updated,
             )
         )
+
+
+def layouts_before(
+    defaults: object,
+    backend: Plugin,
+    layers: Sequence[Plugin],
+    update: Update,
+    context: SendContext,
+) -> list[Layout]:
+    """Prepare an update only for its layouts: what each layer is given, and last what travels.
+
+    Args:
+        defaults: see `PluginStack`.
+        backend: the scheme.
+        layers: in the order in which they prepare.
+        update: the weights.
+        context: of version 0.
+    """
+    seen = [_LayoutBefore() for _ in layers]
+    watched: list[Plugin] = []
+    for recorder, layer in zip(seen, layers, strict=True):
+        watched += [Plugin(LAYERS, "layout", recorder), layer]
+    prepared = PluginStack(defaults, backend, watched).prepare_weights(update, context)
+    return [*(recorder.layout for recorder in seen), attached(prepared)[0]]
+
+
+class _LayoutBefore:
+    """Notes the layout that the next layer is given."""
+
+    layout = Layout(())
+
+    @hookimpl(wrapper=True)
+    def prepare_weights(self) -> Generator[None, Update, Update]:
+        update = yield
+        self.layout = update.layout
+        return update

@@ -1,47 +1,26 @@
-"""A sender's source of weights, its layers and transport, and the terms of both ends."""
+"""A sender's layers and transport, and the terms of both ends."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
 from typing import Any
-
-from torch import Tensor, nn
 
 from sync_core import registry
 from sync_core._util import release_with
 from sync_core.address import Address
 from sync_core.checks import check_layers
 from sync_core.errors import ModelError, OptionError, SyncError, TransportError
-from sync_core.hooks import (
-    HOOKS,
-    BindContext,
-    SendContext,
-    TransportContext,
-    implemented,
-    worker_token,
-)
-from sync_core.layers import (
-    bind,
-    declares,
-    in_order,
-    layouts_before,
-    travels,
-    with_followers,
-)
-from sync_core.models.binding import Binding
-from sync_core.models.extract import ComputedWeights, Strategy, check_strategy, named_tensors
-from sync_core.models.finder import KnownLayout, check_memory, travelling
-from sync_core.models.lookup import look_up, names_of, refers, same
-from sync_core.models.match import conform
-from sync_core.models.registered import check_registered
+from sync_core.hooks import BindContext, SendContext, TransportContext, worker_token
+from sync_core.layers import LayerPlan, bind, declares, found_layers
+from sync_core.models.extract import Strategy, check_strategy
+from sync_core.models.lookup import names_of
 from sync_core.registry import Plugin
-from sync_core.report import Reporter
 from sync_core.sending.membership import Membership
-from sync_core.stack import Defaults, PluginStack
+from sync_core.sending.source import Source
+from sync_core.stack import Defaults, PluginStack, layouts_before
 from sync_core.transports.transport import (
     Delivery,
     SenderTransport,
@@ -52,174 +31,6 @@ from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 from sync_core.weights.streamed import TensorStream
 from sync_core.wrapping import WrappingScheme
-
-
-class Source:
-    """The source of a sender's weights.
-
-    Args:
-        context: the object in which string references are looked up.
-        strategy: how a module is read.
-        partial: whether weights given by hand may lack some of the model's tensors.
-        adapt: returns what is read in place of weights: the same object, or tensors by name.
-        allowed: what modules may train without registering it; see `check_registered`. None for
-            all, where workers act with the same objects.
-    """
-
-    def __init__(
-        self,
-        context: Any,
-        strategy: Strategy,
-        *,
-        partial: bool,
-        adapt: Callable[[Any], Any] | None = None,
-        allowed: Sequence[Any] | None = None,
-    ) -> None:
-        self.model: Any = None
-        #: The object from which weights were read last; None for tensors given by hand.
-        self.found: Any = None
-        #: Whether the weights read last were given in place of the model's.
-        self.by_hand = False
-        self._context = context
-        self._strategy = strategy
-        self._partial = partial
-        self._adapt = adapt
-        self._own: Binding | None = None
-        self._given: Binding | None = None
-        self._known: KnownLayout | None = None
-        self._allowed = allowed
-        # Already checked for tensors that are not registered: the model, and the last weights.
-        self._registered: dict[bool, Any] = {}
-
-    def read(self, weights: Any, agreed: Layout | None) -> Update:
-        """The weights given, or else the model's, as an update that aliases them.
-
-        Args:
-            weights: what is read; None for the model.
-            agreed: the layout that they must fit; None before one was agreed.
-
-        Raises:
-            ModelError: there are none, or they cannot travel, or have to and the scheme moves
-                nothing.
-            ModelPathError: a string reference leads nowhere.
-            LayoutMismatchError: a name, dtype or shape differs from the layout.
-        """
-        self.by_hand = not (weights is None or self.model is None or weights is self.model)
-        own = self._own
-        if weights is None and own is not None and own.model is self.model:
-            # The same object as before: neither a reference, nor several models.
-            self.found = self.model
-            update = own.read()
-        else:
-            update = self._read(self.model if weights is None else weights)
-        if agreed is None:
-            if not update.layout.specs:
-                raise ModelError("the weights hold no tensors, so there is nothing to send")
-            # As in a state_dict under DeepSpeed ZeRO-3. A shard may be empty in other shapes.
-            shapes = [spec.shape for spec in update.layout.specs]
-            if len(shapes) > 1 and set(shapes) == {(0,)}:
-                raise ModelError(
-                    "the weights hold no elements, so there is nothing to send; gather a model "
-                    "that is partitioned: with deepspeed.zero.GatheredParameters("
-                    "list(model.parameters())): sender.send()"
-                )
-        elif update.layout is not agreed:
-            if update.layout == agreed:
-                update = Update(agreed, update.source)
-            else:
-                is_own = weights is None or weights is self.model
-                # Workers do not hold a tensor that the model has lost as the model does.
-                partial = self._partial and not (is_own and self.found is self.model)
-                update = conform(dict(update.items()), agreed, partial=partial, own=is_own)
-        return update
-
-    def own_tensors(self) -> Mapping[str, Tensor]:
-        """The registered model's tensors by name; none without a registered model."""
-        return {} if self.model is None else dict(self._read(self.model).items())
-
-    def _read(self, weights: Any) -> Update:
-        own = weights is self.model
-        if weights is None:
-            raise ModelError("nothing to send: give weights, or register a model")
-        if refers(weights):
-            if self._context is None:
-                raise ModelError(f"{weights!r} is looked up in a context: Sender(…, context=…)")
-            weights = look_up(weights, self._context)
-        self.found = weights if own or _holds_modules(weights) else None
-        if isinstance(weights, ComputedWeights):
-            self.found = weights.model
-        update = self._read_found(weights, own=own)
-        if not (self._allowed is None or same(self.found, self._registered.get(own))):
-            check_registered(weights, self._strategy, self._allowed)
-            self._registered[own] = self.found
-        return update
-
-    def _read_found(self, weights: Any, *, own: bool) -> Update:
-        if isinstance(weights, ComputedWeights):
-            return self._computed(weights.read(self._strategy))
-        if self._adapt is not None and (adapted := self._adapt(weights)) is not weights:
-            return self._lay_out(adapted)
-        if own:
-            self._own = _bound(self._own, weights, self._strategy)
-            return self._own.read()
-        if self.found is not None:
-            self._given = _bound(self._given, weights, self._strategy)
-            return self._given.read()
-        return self._lay_out(named_tensors(weights, self._strategy))
-
-    def _computed(self, made: Mapping[str, Tensor] | TensorStream) -> Update:
-        if not isinstance(made, TensorStream):
-            named = dict(made)
-            return self._lay_out(named if self._adapt is None else self._adapt(named))
-        update = Update(made.layout, made)
-        if self._adapt is None:
-            return update
-        # By name, so that a scheme which takes all of them reads the stream.
-        by_name = NamedStream(update)
-        adapted = self._adapt(by_name)
-        return update if adapted is by_name else self._lay_out(dict(adapted))
-
-    def _lay_out(self, named: dict[str, Tensor]) -> Update:
-        if self._known is None or not self._known.fits(named):
-            self._known = KnownLayout(named)
-        check_memory(named)
-        return Update(self._known.layout, travelling(self._known.layout, named))
-
-
-class NamedStream(Mapping[str, Tensor]):
-    """The tensors of a stream by name; the first that is read has all of them made."""
-
-    def __init__(self, update: Update) -> None:
-        self._update = update
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._update.tensors[self._update.layout.index[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._update.layout.names)
-
-    def __len__(self) -> int:
-        return len(self._update.layout.names)
-
-
-def _up_to(capability: str, layers: Sequence[Plugin]) -> Sequence[Plugin]:
-    """Return the layers up to the last that declares a capability."""
-    found = [i for i, layer in enumerate(layers, 1) if declares(capability, [layer])]
-    return layers[: max(found, default=0)]
-
-
-def _holds_modules(weights: Any) -> bool:
-    if isinstance(weights, nn.Module):
-        return True
-    return isinstance(weights, Mapping) and any(
-        isinstance(value, nn.Module) for value in weights.values()
-    )
-
-
-def _bound(binding: Binding | None, model: Any, strategy: Strategy) -> Binding:
-    if binding is not None and same(binding.model, model):
-        return binding
-    return Binding(model, strategy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,20 +79,6 @@ class Terms:
 
         return make_address
 
-    def context(self, scheme: str, **known: Any) -> TransportContext:
-        """Return the context of the sender's transport; ``known`` are the fields not agreed on."""
-        return TransportContext(
-            side="sender",
-            scheme=scheme,
-            model_id=self.model_id,
-            token=self.token,
-            secret=self.secret,
-            timeout=self.timeout,
-            zero_copy=self.zero_copy,
-            options=self.options,
-            **known,
-        )
-
 
 class Pipeline:
     """Layers change an update here, and the transport takes it away.
@@ -295,9 +92,9 @@ class Pipeline:
     """
 
     def __init__(self, terms: Terms) -> None:
-        given, found = with_followers(terms.layers)
-        cast = declares("cast", found)
-        self._terms = replace(terms, cast=cast)
+        found = found_layers(terms.layers)
+        cast = declares("cast", [layer for _, layer in found])
+        self._terms = replace(terms, cast=cast, layers=tuple(terms.layers))
         scheme = registry.find(registry.SCHEMES, terms.scheme)
         context = BindContext(
             side="sender",
@@ -309,30 +106,20 @@ class Pipeline:
         self._backend = bind(scheme, context)
         #: The scheme, if it wraps another.
         self.wrapping: WrappingScheme | None = None
-        self._given = tuple(terms.layers)
         if isinstance(self._backend.object, WrappingScheme):
             self.wrapping = self._backend.object
             adopted = [id(layer) for layer in self.wrapping.adopt(terms.layers)]
-            kept = [id(each) not in adopted for each in given]
-            given, found = tuple(compress(given, kept)), tuple(compress(found, kept))
+            found = [pair for pair in found if id(pair[0]) not in adopted]
         if terms.zero_copy and "zero_copy" not in self._backend.capabilities:
             raise OptionError(f"{self._backend.describe()} cannot zero_copy; leave that out")
+        self._plan = LayerPlan(found, context)
         #: The layers that are called with every report.
-        self.reporters = [one.object for one in found if isinstance(one.object, Reporter)]
-        # A reporter without hooks is nothing to a stack.
-        layers = [
-            bind(layer, context) for layer in found if set(HOOKS) & {*implemented(layer.object)}
-        ]
-        # The layers that receivers need, as the user gave them, and as they are used here.
-        self._travelling = tuple(compress(given, map(travels, found)))
-        self._undone = tuple(filter(travels, layers))
+        self.reporters = self._plan.reporters
         #: Whether workers may get less than the whole model.
-        self.leaves_out = declares("partial", layers)
+        self.leaves_out = self._plan.partial
         #: Those of the scheme.
         self.capabilities = self._backend.capabilities
-        # Whether a receiver needs the addresses of other senders, too.
-        self._joined = "joined" in self.capabilities
-        if self._joined and self.leaves_out:
+        if "joined" in self.capabilities and self.leaves_out:
             raise OptionError(
                 f"{self._backend.describe()} sends whole versions, since senders might leave out "
                 "different tensors; make a sender of the tensors that change: Sender(scheme, "
@@ -346,10 +133,9 @@ class Pipeline:
         # A transport that compares versions leaves out what each worker has.
         self._compares = "compares" in self._backend.capabilities
         self._defaults = Defaults(terms.strategy)
-        self._layers = in_order(layers)
         # Those that need values at version 0, up to the last, where that had none.
         self._without_values: Sequence[Plugin] = ()
-        self.stack = PluginStack(self._defaults, self._backend, self._layers)
+        self.stack = PluginStack(self._defaults, self._backend, self._plan.layers)
         #: Whether a plugin changes updates, and whether one may hold workers back.
         self.prepares = self.stack.calls_plugins("prepare_weights")
         self.skips = self.stack.implements("skip_update")
@@ -397,9 +183,9 @@ class Pipeline:
         """
         if self.transport is not None:
             return
-        source = update.source
+        terms, source = self._terms, update.source
         context = SendContext(
-            model_id=self._terms.model_id,
+            model_id=terms.model_id,
             version=0,
             worker_ids=(),
             model=found,
@@ -408,25 +194,32 @@ class Pipeline:
         if isinstance(source, TensorStream):
             # The tensors are made for the first send, by all ranks.
             source = source.stand_ins()
-            self._without_values = _up_to("from_start", self._layers)
+            self._without_values = self._plan.from_start
         first = Update(update.layout, source)
-        layouts = layouts_before(self._defaults, self._backend, self._layers, first, context)
-        given = {id(layer): layout for layer, layout in zip(self._layers, layouts, strict=False)}
-        undone = [*map(travels, self._layers), True]
+        layers = self._plan.layers
+        layouts = layouts_before(self._defaults, self._backend, layers, first, context)
         # No method: the transport keeps it, and must not keep its sender alive.
-        scheme = self._terms.scheme
+        scheme = terms.scheme
         if isinstance(scheme, WrappingScheme):
             scheme = scheme.for_receivers()
-        self.make_address = self._terms.address_maker(
+        staying = len(layers) - len(self._plan.travelling)
+        self.make_address = terms.address_maker(
             scheme=scheme,
-            layers=self._travelling,
-            layouts=tuple(given[id(layer)] for layer in self._undone),
-            layout=next(compress(layouts, undone)),
+            layers=self._plan.travelling,
+            layouts=tuple(layouts[staying:-1]),
+            layout=layouts[staying],
             source_layout=update.layout,
         )
-        transport_context = self._terms.context(
-            self._backend.name,
-            layers=self._given,
+        transport_context = TransportContext(
+            side="sender",
+            scheme=self.scheme,
+            model_id=terms.model_id,
+            token=terms.token,
+            secret=terms.secret,
+            timeout=terms.timeout,
+            zero_copy=terms.zero_copy,
+            options=terms.options,
+            layers=tuple(terms.layers),
             models=names_of(model),
             worker_ids=members.ids,
             workers=tuple(workers),

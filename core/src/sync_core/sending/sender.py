@@ -32,7 +32,8 @@ from sync_core.report import SendReport
 from sync_core.sending.arguments import as_id, check_handle, count_workers, with_near_miss
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
-from sync_core.sending.pipeline import Pipeline, Source, Terms
+from sync_core.sending.pipeline import Pipeline, Terms
+from sync_core.sending.source import Source
 from sync_core.sending.unchanged import Repeats
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
