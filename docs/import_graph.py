@@ -18,7 +18,7 @@ import grimp
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "explanation" / "imports.svg"
-FLOORS = "The core's five floors: imports never go up"
+FLOORS = "The core's eight floors: imports never go up"
 DISTRIBUTIONS = "Distributions import what they declare as their dependencies"
 #: Imports that go up the floors, and why.
 UPWARDS: Mapping[tuple[str, str], str] = {

@@ -365,9 +365,11 @@ def arguments_of(described: Any) -> dict[str, str]:
 
 
 def comment_of(package: str, name: str) -> str:
-    """Return the ``#:`` comment above a constant, from any module of a package."""
+    """Return the ``#:`` comment above a constant, from any module of a package or beside it."""
     assigned = re.compile(rf"((?:^#:.*\n)+){name}\b[^\n]*? = ", re.MULTILINE)
-    modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{package}.")]
+    root = package.partition(".")[0]
+    modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{root}.")]
+    modules.sort(key=lambda module: not f"{module.__name__}.".startswith(f"{package}."))
     found = (assigned.search(inspect.getsource(module)) for module in modules)
     lines = next((match[1].splitlines() for match in found if match), ())
     return " ".join(line.removeprefix("#:").strip() for line in lines)

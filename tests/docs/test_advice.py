@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from sync_core import registry
+from sync_core.distributions import INSTEAD
 
 ROOT = Path(__file__).parents[2]
 PROJECTS = [
@@ -45,7 +46,7 @@ def test_the_list_has_each_distribution_of_the_project() -> None:
     assert EXTRAS.keys() == registry.OURS
     for known in registry.KNOWN.values():
         assert {*known.values()} <= registry.OURS
-    assert {owner for _, owner in registry._INSTEAD.values()} <= registry.OURS
+    assert {owner for _, owner in INSTEAD.values()} <= registry.OURS
 
 
 def test_names_in_errors_belong_to_the_project() -> None:

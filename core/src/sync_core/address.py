@@ -226,15 +226,8 @@ class Address:
         content = _parse(text)
         _check_tokens(content, text)
         try:
-            headers, of_layers = content.pop("headers"), content.pop("layouts")
-            if not (isinstance(headers, list) and isinstance(of_layers, list)):
-                raise AddressError("an address needs lists of its layouts")
-            layouts = [_read_layout(header) for header in headers]
-            chosen = [content.pop("layout"), content.pop("source_layout"), *of_layers]
+            layout, source_layout, *before = _take_layouts(content)
             endpoint = content.pop("endpoint")
-            if not all(type(index) is int and 0 <= index < len(layouts) for index in chosen):
-                raise AddressError("an address names a layout that is not in it")
-            layout, source_layout, *before = (layouts[index] for index in chosen)
         except KeyError as error:
             raise AddressError(f"an address must have the entry {error}; {_TYPE}") from None
         except (TypeError, UnicodeError, PayloadError):
@@ -280,6 +273,17 @@ class Address:
         return endpoint
 
 
+def _take_layouts(content: dict[str, Any]) -> list[Layout]:
+    headers, of_layers = content.pop("headers"), content.pop("layouts")
+    if not (isinstance(headers, list) and isinstance(of_layers, list)):
+        raise AddressError("an address needs lists of its layouts")
+    layouts = [_read_layout(header) for header in headers]
+    chosen = [content.pop("layout"), content.pop("source_layout"), *of_layers]
+    if not all(type(index) is int and 0 <= index < len(layouts) for index in chosen):
+        raise AddressError("an address names a layout that is not in it")
+    return [layouts[index] for index in chosen]
+
+
 def _is_object(plugin: object) -> str:
     return (
         f"an address with the plugin object {plugin!r} has no JSON form; give the sender schemes "
@@ -305,7 +309,7 @@ def _read_scheme(written: Any) -> Any:
     given = {"inner": _read_scheme(written["inner"]), **written["options"]}
     try:
         kind = registry.wrapper(written["wrapper"])
-        made: WrappingScheme = parse_options(kind, given, f"scheme {written['wrapper']!r}")
+        made = parse_options(kind, given, f"scheme {written['wrapper']!r}")
     except (NotAPluginError, OptionError):
         # Not from the cause, which has the value: it may be a secret.
         raise AddressError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from importlib_metadata import (
@@ -48,6 +49,76 @@ OURS = frozenset(
         *(f"sync-plugin-{name}" for name in ("dist", "ray", "scale", "std", "store")),
         *(f"sync-plugin-{name}" for name in ("torchrl", "trl", "verl", "vllm")),
     )
+)
+SCHEMES = "sync.schemes"
+LAYERS = "sync.layers"
+WORKERS = "sync.workers"
+ENDPOINTS = "sync.endpoints"
+COMMANDS = "sync.commands"
+
+_STD, _SCALE = "sync-plugin-std", "sync-plugin-scale"
+_RAY, _DIST, _STORE = "sync-plugin-ray", "sync-plugin-dist", "sync-plugin-store"
+#: Where the names live that this project publishes.
+KNOWN = MappingProxyType(
+    {
+        SCHEMES: {
+            **dict.fromkeys(("chunked", "increments", "sharded", "two_phase"), _SCALE),
+            **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
+            "ray": _RAY,
+            "store": _STORE,
+            **dict.fromkeys(("dist", "rpc"), _DIST),
+        },
+        LAYERS: dict.fromkeys(
+            (
+                *("bf16", "fp16", "fp8", "zstd", "lora", "select"),
+                *("rename", "fuse", "split", "stack", "unstack", "transpose"),
+                *("interval", "metrics"),
+            ),
+            _STD,
+        ),
+        WORKERS: {
+            **dict.fromkeys(("inline", "thread", "process"), _STD),
+            "ray": _RAY,
+            "rpc": _DIST,
+        },
+        ENDPOINTS: {"pool": _SCALE},
+        COMMANDS: {
+            **dict.fromkeys(("list", "doctor", "bench", "plan"), "sync-tools"),
+            **dict.fromkeys(("watch", "report", "check-history", "new-plugin"), "sync-tools"),
+            "serve": _STORE,
+            "tune-env": "sync-collector",
+        },
+    }
+)
+_GLOO = 'Sender("dist", …, backend="gloo")', _DIST
+_BUCKET = 'Sender("store", …, url="s3://bucket/run", key=key)', _STORE
+_SHARDED = 'Sender(sync_plugin_scale.Sharded("dist", rank, world_size), model, …)', _SCALE
+#: For names that schemes of other projects, or backends and libraries, have: what to type instead,
+#: and the distribution that has it.
+INSTEAD = MappingProxyType(
+    {
+        "nccl": ('Sender("dist", …, backend="nccl")', _DIST),
+        **dict.fromkeys(("gloo", "mpi", "ucc", "tcp", "socket", "sockets", "broadcast"), _GLOO),
+        **dict.fromkeys(("torch", "torch.distributed", "distributed", "c10d", "ddp"), _GLOO),
+        **dict.fromkeys(("process_group", "torchrun", "network"), _GLOO),
+        **dict.fromkeys(
+            ("grpc", "tensorpipe", "torch.distributed.rpc"), ('Sender("rpc", …)', _DIST)
+        ),
+        **dict.fromkeys(("s3", "gs", "gcs", "r2", "azure", "bucket", "http", "https"), _BUCKET),
+        **dict.fromkeys(("fsdp", "fsdp2", "dtensor", "megatron", "deepspeed"), _SHARDED),
+        **dict.fromkeys(("multiprocessing", "process", "pipe"), ('Sender("mp", …)', _STD)),
+        **dict.fromkeys(("threading", "threads", "local"), ('Sender("thread", …)', _STD)),
+        **dict.fromkeys(("shared_memory", "shmem", "sharedmem"), ('Sender("shm", …)', _STD)),
+        **dict.fromkeys(
+            ("disk", "directory", "filesystem", "nfs"),
+            ('Sender("file", …, directory="/mnt/run")', _STD),
+        ),
+        "rllib": ('Sender("ray", …)', _RAY),
+        "vllm": ("sync_plugin_vllm.VllmTarget(…)", "sync-plugin-vllm"),
+        "verl": ("backend=sync_core in verl's checkpoint_engine", "sync-plugin-verl"),
+        "trl": ("sync_plugin_trl.SyncCallback(…)", "sync-plugin-trl"),
+        "torchrl": ("sync_plugin_torchrl.Scheme(…)", "sync-plugin-torchrl"),
+    }
 )
 # Operators of requirements that an older version does not meet.
 _LEAST = frozenset({">=", ">", "~=", "=="})

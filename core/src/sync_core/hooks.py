@@ -20,7 +20,6 @@ from sync_core.transports.transport import Notice, unheard
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sync_core.address import Address
     from sync_core.models.extract import Strategy
     from sync_core.transports.transport import ReceiverTransport, SenderTransport
     from sync_core.weights.layout import Layout
@@ -222,7 +221,7 @@ class TransportContext:
     worker_ids: tuple[int, ...] = ()
     workers: tuple[Any, ...] = ()
     layout: Layout | None = None
-    make_address: Callable[..., Address] | None = None
+    make_address: Callable[..., Any] | None = None
     notify: Callable[[int, Notice], None] = unheard
     worker_id: int = -1
     endpoint: Any = field(default=None, repr=False)

@@ -5,17 +5,26 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+from abc import ABC
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from importlib_metadata import EntryPoint
 from packaging.requirements import Requirement
 
 from sync_core.distributions import (
+    COMMANDS,
+    ENDPOINTS,
+    INSTEAD,
+    KNOWN,
+    LAYERS,
     OURS,
+    SCHEMES,
+    WORKERS,
     DistributionInfo,
     check_core,
     core_remedy,
@@ -30,6 +39,7 @@ from sync_core.distributions import (
 )
 from sync_core.errors import (
     NotAPluginError,
+    OptionError,
     PluginConflictError,
     PluginImportError,
     PluginNotFoundError,
@@ -43,7 +53,6 @@ from sync_core.hooks import (
 )
 from sync_core.report import Reporter
 from sync_core.worker_group import WorkerGroup
-from sync_core.wrapping import SEPARATOR, WrappingScheme
 
 __all__ = [
     "COMMANDS",
@@ -75,12 +84,6 @@ __all__ = [
     "wrapper",
 ]
 
-SCHEMES = "sync.schemes"
-LAYERS = "sync.layers"
-WORKERS = "sync.workers"
-ENDPOINTS = "sync.endpoints"
-COMMANDS = "sync.commands"
-
 #: The environment variable that names plugins to be left out.
 DISABLE = "SYNC_DISABLE"
 
@@ -96,72 +99,9 @@ _CAPABILITIES = MappingProxyType(
 )
 # How much of a name has to agree for a typing error: "late-join" does, "push" does not.
 _ALIKE = 0.75
+#: Between the names of a chain.
+SEPARATOR = "::"
 _LAYER_HOOKS = ("prepare_weights", "apply_weights", "skip_update")
-
-_STD, _SCALE = "sync-plugin-std", "sync-plugin-scale"
-_RAY, _DIST, _STORE = "sync-plugin-ray", "sync-plugin-dist", "sync-plugin-store"
-#: Where the names live that this project publishes.
-KNOWN = MappingProxyType(
-    {
-        SCHEMES: {
-            **dict.fromkeys(("chunked", "increments", "sharded", "two_phase"), _SCALE),
-            **dict.fromkeys(("none", "thread", "shm", "mp", "file"), _STD),
-            "ray": _RAY,
-            "store": _STORE,
-            **dict.fromkeys(("dist", "rpc"), _DIST),
-        },
-        LAYERS: dict.fromkeys(
-            (
-                *("bf16", "fp16", "fp8", "zstd", "lora", "select"),
-                *("rename", "fuse", "split", "stack", "unstack", "transpose"),
-                *("interval", "metrics"),
-            ),
-            _STD,
-        ),
-        WORKERS: {
-            **dict.fromkeys(("inline", "thread", "process"), _STD),
-            "ray": _RAY,
-            "rpc": _DIST,
-        },
-        ENDPOINTS: {"pool": _SCALE},
-        COMMANDS: {
-            **dict.fromkeys(("list", "doctor", "bench", "plan"), "sync-tools"),
-            **dict.fromkeys(("watch", "report", "check-history", "new-plugin"), "sync-tools"),
-            "serve": _STORE,
-            "tune-env": "sync-collector",
-        },
-    }
-)
-_GLOO = 'Sender("dist", …, backend="gloo")', _DIST
-_BUCKET = 'Sender("store", …, url="s3://bucket/run", key=key)', _STORE
-_SHARDED = 'Sender(sync_plugin_scale.Sharded("dist", rank, world_size), model, …)', _SCALE
-# For names that schemes of other projects, or backends and libraries, have: what to type instead,
-# and the distribution that has it.
-_INSTEAD = MappingProxyType(
-    {
-        "nccl": ('Sender("dist", …, backend="nccl")', _DIST),
-        **dict.fromkeys(("gloo", "mpi", "ucc", "tcp", "socket", "sockets", "broadcast"), _GLOO),
-        **dict.fromkeys(("torch", "torch.distributed", "distributed", "c10d", "ddp"), _GLOO),
-        **dict.fromkeys(("process_group", "torchrun", "network"), _GLOO),
-        **dict.fromkeys(
-            ("grpc", "tensorpipe", "torch.distributed.rpc"), ('Sender("rpc", …)', _DIST)
-        ),
-        **dict.fromkeys(("s3", "gs", "gcs", "r2", "azure", "bucket", "http", "https"), _BUCKET),
-        **dict.fromkeys(("fsdp", "fsdp2", "dtensor", "megatron", "deepspeed"), _SHARDED),
-        **dict.fromkeys(("multiprocessing", "process", "pipe"), ('Sender("mp", …)', _STD)),
-        **dict.fromkeys(("threading", "threads", "local"), ('Sender("thread", …)', _STD)),
-        **dict.fromkeys(("shared_memory", "shmem", "sharedmem"), ('Sender("shm", …)', _STD)),
-        **dict.fromkeys(
-            ("disk", "directory", "filesystem", "nfs"),
-            ('Sender("file", …, directory="/mnt/run")', _STD),
-        ),
-        "rllib": ('Sender("ray", …)', _RAY),
-        "vllm": ("sync_plugin_vllm.VllmTarget(…)", "sync-plugin-vllm"),
-        "verl": ("backend=sync_core in verl's checkpoint_engine", "sync-plugin-verl"),
-        "trl": ("sync_plugin_trl.SyncCallback(…)", "sync-plugin-trl"),
-        "torchrl": ("sync_plugin_torchrl.Scheme(…)", "sync-plugin-torchrl"),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +132,41 @@ class Plugin:
     def innermost(self) -> Plugin:
         """Return the scheme that moves the bytes: of a chain, the last one."""
         scheme = self.object
-        return scheme.plugin.innermost if isinstance(scheme, WrappingScheme) else self
+        return scheme.plugin.innermost if isinstance(scheme, OuterScheme) else self
 
     def describe(self) -> str:
         """The plugin's kind, name, distribution and version, for messages."""
         return _describe(self.group, self.name, self.distribution, self.version)
+
+
+@dataclass(frozen=True)
+class OuterScheme(ABC):
+    """A scheme that is made of another one: the part of `WrappingScheme` that finds plugins."""
+
+    inner: Any
+
+    wrapper: ClassVar[str]
+
+    @cached_property
+    def plugin(self) -> Plugin:
+        """The inner scheme.
+
+        Raises:
+            PluginError: it cannot be found or used.
+            OptionError: it moves nothing.
+        """
+        found = find(SCHEMES, self.inner)
+        if "same_object" in found.capabilities:
+            raise OptionError(
+                f"{found.describe()} moves nothing, so that {self.wrapper}{SEPARATOR} is of no "
+                f"use; type scheme={found.name!r}, or {self.wrapper}{SEPARATOR}shm"
+            )
+        return found
+
+    @property
+    def name(self) -> str:
+        """The chain of names, by which messages and reports name the scheme."""
+        return f"{self.wrapper}{SEPARATOR}{self.plugin.name}"
 
 
 def find(group: str, name: Any) -> Plugin:
@@ -232,7 +202,7 @@ def find(group: str, name: Any) -> Plugin:
         plugin = Plugin(group, _name_of(name), name)
         plugin = replace(plugin, object=_made(plugin.describe(), group, name))
     if inspect.isclass(plugin.object) and group != WORKERS:
-        if issubclass(plugin.object, WrappingScheme):
+        if issubclass(plugin.object, OuterScheme):
             raise NotAPluginError(
                 f"{plugin.describe()} wraps another scheme; type {plugin.name}{SEPARATOR}shm, or "
                 f"{plugin.object.__name__}('shm')"
@@ -244,7 +214,7 @@ def find(group: str, name: Any) -> Plugin:
     return plugin
 
 
-def wrapper(name: str) -> type[WrappingScheme]:
+def wrapper(name: str) -> type[OuterScheme]:
     """Return the class of a scheme that wraps others, by the name of its entry point.
 
     Raises:
@@ -257,7 +227,7 @@ def wrapper(name: str) -> type[WrappingScheme]:
     """
     entry = entry_point(SCHEMES, name)
     kind = load(SCHEMES, entry)
-    if not (inspect.isclass(kind) and issubclass(kind, WrappingScheme)):
+    if not (inspect.isclass(kind) and issubclass(kind, OuterScheme)):
         raise NotAPluginError(
             f"{describe(SCHEMES, entry)} does not wrap another scheme; type scheme={name!r}"
         )
@@ -373,7 +343,7 @@ def _not_found(group: str, name: str) -> str:
         return f"{kind} {name!r} is disabled; to use it, take it out of {DISABLE}"
     message = f"no {kind} {name!r} is installed"
     near = difflib.get_close_matches(name.lower(), {*there, *known}, n=1)
-    instead = _INSTEAD if group == SCHEMES else {}
+    instead = INSTEAD if group == SCHEMES else {}
     typed, owner = instead.get(name.lower().replace("-", "_"), ("", ""))
     if name in known:
         message += f"; type: pip install {known[name]}"
@@ -416,7 +386,7 @@ def _needs_arguments(given: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def _name_of(given: Any) -> str:
-    if isinstance(given, WrappingScheme):
+    if isinstance(given, OuterScheme):
         return given.name
     if inspect.isclass(given) or inspect.ismodule(given):
         return given.__name__
@@ -435,7 +405,9 @@ def _check(owner: str, group: str, plugin: Any) -> None:
                 f"{owner} has create_transport, which would take the place of the scheme's; give "
                 "it as scheme=, or leave that hook out of the layer"
             )
-        if not set(hooks) & set(_LAYER_HOOKS) and not _is_reporter(plugin):
+        if not set(hooks) & set(_LAYER_HOOKS) and not (
+            issubclass(plugin if inspect.isclass(plugin) else type(plugin), Reporter)
+        ):
             raise NotAPluginError(
                 f"{owner} has none of {', '.join(_LAYER_HOOKS)} marked with @sync_core.hookimpl, "
                 "and is not a sync_core.Reporter"
@@ -446,7 +418,7 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         raise NotAPluginError(
             f"{owner} has no create_transport marked with @sync_core.hookimpl{there}"
         )
-    if inspect.isclass(plugin) and issubclass(plugin, WrappingScheme):
+    if inspect.isclass(plugin) and issubclass(plugin, OuterScheme):
         return
     if not isinstance(getattr(plugin, "capabilities", None), frozenset):
         raise NotAPluginError(
@@ -477,10 +449,6 @@ def _check_findings(owner: str, plugin: Any) -> None:
             f"{owner} declares the capability 'findings', and has no findings(context) that gives "
             "sync_core.transports.Finding objects; write it, or leave that out"
         )
-
-
-def _is_reporter(layer: object) -> bool:
-    return issubclass(layer if inspect.isclass(layer) else type(layer), Reporter)
 
 
 def _describe(group: str, name: str, distribution: str | None, version: str | None) -> str:

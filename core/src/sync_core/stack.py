@@ -23,7 +23,6 @@ from sync_core.hooks import (
     SendContext,
     SkipContext,
     TransportContext,
-    check_endpoint,
     check_hooks,
     hookimpl,
     implemented,
@@ -36,7 +35,7 @@ from sync_core.transports.transport import ReceiverTransport, SenderTransport
 from sync_core.weights.extras import attached
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
-from sync_core.wrapping import check_receiver, check_sender, in_background
+from sync_core.wrapping import make_receiver, make_sender
 
 # Not all of them: a token is a secret, and options may hold some.
 _CONTEXT_FIELDS = ("side", "scheme", "model_id", "version", "worker_id", "worker_ids")
@@ -253,15 +252,11 @@ class PluginStack:
 
     def create_sender_transport(self, context: TransportContext) -> SenderTransport:
         """The sender's side of the backend's transport."""
-        transport = self._manager.hook.create_transport(context=context)
-        return check_sender(self._backend, transport)
+        return make_sender(self._backend, context, self._manager)
 
     def create_receiver_transport(self, context: TransportContext) -> ReceiverTransport:
         """A receiver's side of the backend's transport."""
-        check_endpoint(self._backend.name, self._backend.object, context.endpoint)
-        transport = self._manager.hook.create_transport(context=context)
-        made = check_receiver(self._backend, transport)
-        return in_background(self._backend, context, made)
+        return make_receiver(self._backend, context, self._manager)
 
     def prepare_weights(self, update: Update, context: SendContext) -> Update:
         """The update to send."""

@@ -6,10 +6,9 @@ A chain such as ``"increments::dist"`` names them from the outside in: versions 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from sync_core import hooks
@@ -22,12 +21,11 @@ from sync_core.hooks import (
     check_endpoint,
     hookimpl,
 )
+from sync_core.registry import SEPARATOR, OuterScheme, Plugin
 from sync_core.transports.transport import Answer, Delivery, ReceiverTransport, SenderTransport
 
 if TYPE_CHECKING:
-    from sync_core.address import Address
     from sync_core.models.extract import Strategy
-    from sync_core.registry import Plugin
     from sync_core.weights.payload import Payload
 
 __all__ = [
@@ -40,12 +38,9 @@ __all__ = [
     "make_sender",
 ]
 
-#: Between the names of a chain.
-SEPARATOR = "::"
-
 
 @dataclass(frozen=True)
-class WrappingScheme(ABC):
+class WrappingScheme(OuterScheme):
     """A scheme whose transports are made of another scheme's; subclass it as a frozen dataclass.
 
     The fields of the subclass are its options, and have defaults: a chain of names uses those.
@@ -76,34 +71,8 @@ class WrappingScheme(ABC):
         ('counted::shm', ['cross_process', 'late_join'])
     """
 
-    inner: Any
-
-    wrapper: ClassVar[str]
     keeps: ClassVar[frozenset[str]] = frozenset()
     adds: ClassVar[frozenset[str]] = frozenset()
-
-    @cached_property
-    def plugin(self) -> Plugin:
-        """The inner scheme.
-
-        Raises:
-            PluginError: it cannot be found or used.
-            OptionError: it moves nothing.
-        """
-        from sync_core import registry
-
-        found = registry.find(registry.SCHEMES, self.inner)
-        if "same_object" in found.capabilities:
-            raise OptionError(
-                f"{found.describe()} moves nothing, so that {self.wrapper}{SEPARATOR} is of no "
-                f"use; type scheme={found.name!r}, or {self.wrapper}{SEPARATOR}shm"
-            )
-        return found
-
-    @property
-    def name(self) -> str:
-        """The chain of names, by which messages and reports name the scheme."""
-        return f"{self.wrapper}{SEPARATOR}{self.plugin.name}"
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -185,14 +154,14 @@ class WrappingScheme(ABC):
         del strategy
         return weights
 
-    def resolve(self, address: Address, model: Any, timeout: float) -> tuple[Address, Any]:
+    def resolve(self, address: Any, model: Any, timeout: float) -> tuple[Any, Any]:
         """Return what a receiver works with in place of its address and model; by default both.
 
         A model that is returned in another form has the method ``views_of(weights)``, by which
         weights given by hand are read.
 
         Args:
-            address: what the receiver was given.
+            address: the `Address` that the receiver was given.
             model: the receiver's model; None where it loads by a function, or has none yet.
             timeout: in seconds.
         """
@@ -216,7 +185,9 @@ class WrappingScheme(ABC):
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
 
-def make_sender(plugin: Plugin, context: TransportContext) -> SenderTransport:
+def make_sender(
+    plugin: Plugin, context: TransportContext, manager: HookManager | None = None
+) -> SenderTransport:
     """Make the sender's side of a scheme alone, without layers.
 
     For objects that wrap a scheme without `WrappingScheme`, whose `inner_sender` does the same.
@@ -224,45 +195,45 @@ def make_sender(plugin: Plugin, context: TransportContext) -> SenderTransport:
     Args:
         plugin: the scheme, of `sync_core.registry.find`.
         context: what the hook `create_transport` was given.
+        manager: has the scheme, and calls its hooks; one with the scheme alone by default.
 
     Raises:
         HookResultError: the scheme made something else.
     """
-    return check_sender(plugin, _create(plugin, context))
+    made = _create(plugin, context, manager)
+    if not isinstance(made, SenderTransport):
+        raise _wrong(plugin, made, "a SenderTransport for the sender")
+    return made
 
 
-def make_receiver(plugin: Plugin, context: TransportContext) -> ReceiverTransport:
+def make_receiver(
+    plugin: Plugin, context: TransportContext, manager: HookManager | None = None
+) -> ReceiverTransport:
     """Make a receiver's side of a scheme alone, without layers; see `make_sender`.
+
+    Where the context asks for it, the transport stages in its own thread, unless the scheme wraps
+    another, to which it leaves that.
 
     Args:
         plugin: the scheme.
         context: what the hook was given.
+        manager: see `make_sender`.
 
     Raises:
         AddressError: the endpoint is not one of the scheme's.
         HookResultError: the scheme made something else.
     """
-    hooks.check_endpoint(plugin.name, plugin.object, context.endpoint)
-    return in_background(plugin, context, check_receiver(plugin, _create(plugin, context)))
-
-
-def in_background(
-    plugin: Plugin, context: TransportContext, transport: ReceiverTransport
-) -> ReceiverTransport:
-    """Return the transport, which stages in its own thread where the context asks for that.
-
-    Args:
-        plugin: the scheme; one that wraps another leaves staging to that.
-        context: what the transport was made from.
-        transport: what receives; owned from now on.
-    """
+    check_endpoint(plugin.name, plugin.object, context.endpoint)
+    made = _create(plugin, context, manager)
+    if not isinstance(made, ReceiverTransport):
+        raise _wrong(plugin, made, "a ReceiverTransport for the receiver")
     wraps = isinstance(plugin.object, WrappingScheme)
     if not context.background or wraps or "background" not in plugin.capabilities:
-        return transport
+        return made
     # Loads torch, for which `sync-core list` need not wait.
     from sync_core.transports.background import BackgroundReceiver
 
-    return BackgroundReceiver(transport)
+    return BackgroundReceiver(made)
 
 
 def endpoint_to_json(plugin: Plugin, endpoint: Any) -> Any:
@@ -299,28 +270,6 @@ def endpoint_from_json(plugin: Plugin, value: Any) -> Any:
         ) from None
 
 
-def check_sender(plugin: Plugin, made: object) -> SenderTransport:
-    """Return what a scheme's ``create_transport`` returned for the sender.
-
-    Raises:
-        HookResultError: it is something else.
-    """
-    if not isinstance(made, SenderTransport):
-        raise _wrong(plugin, made, "a SenderTransport for the sender")
-    return made
-
-
-def check_receiver(plugin: Plugin, made: object) -> ReceiverTransport:
-    """Return what a scheme's ``create_transport`` returned for a receiver.
-
-    Raises:
-        HookResultError: it is something else.
-    """
-    if not isinstance(made, ReceiverTransport):
-        raise _wrong(plugin, made, "a ReceiverTransport for the receiver")
-    return made
-
-
 def end_together(outer: Delivery, inner: Delivery) -> None:
     """Fail the inner delivery when the outer one is given up, which ends every wait for it.
 
@@ -341,10 +290,11 @@ def _wrong(plugin: Plugin, made: object, wanted: str) -> HookResultError:
     return HookResultError(f"{plugin.describe()}: create_transport returned {given}, not {wanted}")
 
 
-def _create(plugin: Plugin, context: TransportContext) -> object:
-    manager = HookManager()
-    manager.add_hookspecs(hooks)
-    manager.register(plugin.object)
+def _create(plugin: Plugin, context: TransportContext, manager: HookManager | None) -> object:
+    if manager is None:
+        manager = HookManager()
+        manager.add_hookspecs(hooks)
+        manager.register(plugin.object)
     return manager.hook.create_transport(context=replace(context, scheme=plugin.name))
 
 

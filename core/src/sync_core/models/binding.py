@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,17 @@ from sync_core.models.extract import Strategy, check_strategy, held_tensors, not
 from sync_core.models.finder import KnownLayout, check_memory, tensor_finder, travelling
 from sync_core.models.lookup import modules_in
 from sync_core.models.match import cast_within, check_match, narrows
-from sync_core.models.memory import Places, check_held, check_writable
+from sync_core.models.memory import (
+    ParameterViews,
+    Places,
+    WriteGuard,
+    check_held,
+    check_writable,
+)
 from sync_core.models.modules import is_extra_state, is_json
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
-
-if TYPE_CHECKING:
-    from sync_core.models.memory import ParameterViews, WriteGuard
 
 # Below this size in bytes, one copy takes as long as one for each tensor.
 _WORTHWHILE = 1 << 20
@@ -254,8 +257,6 @@ class Binding:
         """Find what is pointed and what is copied into; see `_check_places`."""
         check_memory(self._named)
         if self._pointing is None or not self._pointing.is_for(self._named, layout):
-            from sync_core.models.memory import ParameterViews
-
             # Tensors of another model than before may have been tied.
             self._lay_out(self._named)
             check_match(layout, self._known.layout, partial=partial)

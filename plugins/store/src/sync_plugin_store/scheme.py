@@ -453,7 +453,7 @@ def _address_maker(
         scheme: theirs, where it is not the sender's.
         layout: of whole versions, where the sender has parts of them.
     """
-    make = context.make_address
+    make: Callable[..., Address] | None = context.make_address
 
     def address() -> bytes | None:
         if make is None:

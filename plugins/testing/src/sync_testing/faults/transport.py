@@ -340,7 +340,7 @@ class Faulty:
 
     def _create_sender(self, context: TransportContext) -> FaultySender:
         made: list[FaultySender] = []
-        make_address = context.make_address
+        make_address: Callable[..., Address] | None = context.make_address
 
         def make_marked(**arguments: Any) -> Address:
             # For a scheme that makes the receivers itself, and gives them endpoints.
