@@ -40,7 +40,6 @@ from sync_core import (
     WorkerResult,
     WorkerTimeoutError,
     hookimpl,
-    registry,
 )
 from sync_testing import descendants, eventually
 from sync_testing.faults import (
@@ -234,14 +233,6 @@ def test_hooks_of_the_trainer_that_raise(hook: str, late: bool) -> None:
         assert sender.version == 0
         assert error_of(sender, receiver) is None
         assert held(target) == {7.0}
-
-
-def test_what_is_amiss_around_a_scheme_is_told_by_its_own_name() -> None:
-    assert "findings" in registry.find(registry.SCHEMES, "dist").capabilities
-    scheme = registry.find(registry.SCHEMES, Faulty("dist"))
-    assert scheme.capabilities == registry.find(registry.SCHEMES, "dist").capabilities - {
-        "findings"
-    }
 
 
 def test_faults_and_layers_pickle() -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 import sync_core
-from sync_core import registry
-from sync_core.errors import NotAPluginError
 from sync_tools.commands import findings
 from sync_tools.main import main
 
@@ -187,7 +185,6 @@ from sync_core.hooks import Finding
 from sync_plugin_std.schemes.none import NoneScheme
 
 class Scheme(NoneScheme):
-    capabilities = NoneScheme.capabilities | {"findings"}
     def findings(self, context):
 """
 
@@ -226,14 +223,6 @@ def test_what_declares_nothing_or_does_not_load_finds_nothing(install: Install) 
     install("nest", group="sync.schemes", name="owl", source="raise RuntimeError('asleep')")
     assert findings.check_scheme("none") == []
     assert findings.check_scheme("owl") == []
-
-
-@pytest.mark.parametrize("method", ["findings = None", "def findings(self): return []"])
-def test_findings_that_cannot_be_asked_for(install: Install, method: str) -> None:
-    source = FINDING.replace("    def findings(self, context):\n", f"    {method}\n")
-    install("nest", group="sync.schemes", name="owl", source=source, to="found_nest:Scheme")
-    with pytest.raises(NotAPluginError, match="declares the capability 'findings', and has no"):
-        registry.find(registry.SCHEMES, "owl")
 
 
 @pytest.mark.timeout(60)

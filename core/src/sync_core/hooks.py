@@ -6,10 +6,10 @@ import difflib
 import hashlib
 import hmac
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, runtime_checkable
 
 import pluggy
 
@@ -32,6 +32,7 @@ __all__ = [
     "WORKER_CAPABILITIES",
     "Finding",
     "FindingsContext",
+    "FindsProblems",
     "implemented",
     "read_option",
 ]
@@ -62,7 +63,6 @@ SCHEME_CAPABILITIES = MappingProxyType(
         "cross_process": "workers may be in other processes",
         "cuda": "tensors on a GPU travel without a copy in the memory of the host",
         "descriptors": "each worker needs an open file, such as the end of a pipe",
-        "findings": "its ``findings(context)`` names problems around it for ``sync-core doctor``",
         "joined": "the addresses of several senders make one of a receiver; versions are whole",
         "late_join": "workers may be added while the sender runs",
         "publishes": "versions are for readers that the sender does not know: ``num_workers`` may "
@@ -158,6 +158,14 @@ class FindingsContext:
             Options(slots=3)
         """
         return parse_options(options_type, self.options, f"scheme {self.scheme!r}")
+
+
+@runtime_checkable
+class FindsProblems(Protocol):
+    """A scheme that reports problems around it to ``sync-core doctor``."""
+
+    def findings(self, context: FindingsContext) -> Iterable[Finding]:
+        """Return the problems; called before the scheme is tried, and to change nothing."""
 
 
 def _derived(secret: str, purpose: str) -> str:

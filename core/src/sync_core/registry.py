@@ -424,8 +424,6 @@ def _check(owner: str, group: str, plugin: Any) -> None:
         raise NotAPluginError(
             f"{owner} declares no capabilities; add one line: capabilities = frozenset()"
         )
-    if "findings" in plugin.capabilities and not inspect.isclass(plugin):
-        _check_findings(owner, plugin)
 
 
 def _check_capabilities(owner: str, group: str, plugin: Any) -> None:
@@ -440,15 +438,6 @@ def _check_capabilities(owner: str, group: str, plugin: Any) -> None:
                 f"{owner} declares the capability {name!r}, which the core does not know; did you "
                 f"mean {near[0]!r}? The core knows: {', '.join(known)}"
             )
-
-
-def _check_findings(owner: str, plugin: Any) -> None:
-    findings = getattr(plugin, "findings", None)
-    if not callable(findings) or _needs_arguments(findings, None):
-        raise NotAPluginError(
-            f"{owner} declares the capability 'findings', and has no findings(context) that gives "
-            "sync_core.transports.Finding objects; write it, or leave that out"
-        )
 
 
 def _describe(group: str, name: str, distribution: str | None, version: str | None) -> str:

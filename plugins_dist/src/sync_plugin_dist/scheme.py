@@ -25,7 +25,6 @@ class DistScheme:
             "broadcast",
             "cross_host",
             "cross_process",
-            "findings",
             "late_join",
             "zero_copy",
         }

@@ -48,7 +48,6 @@ class RayScheme:
             "broadcast",
             "cross_host",
             "cross_process",
-            "findings",
             "late_join",
             "pull",
             "worker_paths",

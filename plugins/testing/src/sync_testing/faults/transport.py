@@ -304,8 +304,7 @@ class Faulty:
         self._find_pid = find_pid
         self._senders: list[FaultySender] = []
         self._plugin = registry.find(registry.SCHEMES, scheme)
-        # The scheme reports its findings under its own name.
-        self.capabilities = self._plugin.capabilities - {"findings"}
+        self.capabilities = self._plugin.capabilities
         # A scheme that loads weights itself continues doing so, and one that does not must not
         # seem to: the hooks that are there are looked up by name.
         for hook in implemented(self._plugin.object):

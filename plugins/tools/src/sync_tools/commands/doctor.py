@@ -1,7 +1,7 @@
 """``sync-core doctor``: does each installed scheme really move weights on this machine?
 
 Problems around the schemes are found in `sync_tools.commands.findings`, and by those schemes that
-declare the capability ``findings``.
+have a method ``findings``.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from packaging.utils import canonicalize_name
 
 from sync_core import registry
 from sync_core.errors import OptionError, PluginConflictError, SyncError
-from sync_core.hooks import Finding, FindingsContext
+from sync_core.hooks import Finding, FindingsContext, FindsProblems
 from sync_core.registry import (
     OURS,
     DistributionInfo,
@@ -274,7 +274,7 @@ def _distributions() -> dict[str, DistributionInfo]:
 def check_scheme(
     name: str, timeout: float = 10.0, options: Mapping[str, Any] = MappingProxyType({})
 ) -> list[Finding]:
-    """Return the findings of a scheme that declares the capability ``findings``.
+    """Return the findings of a scheme that has a method ``findings``.
 
     A scheme that does not load, or refuses the options, has none: trying it reports the error.
 
@@ -287,7 +287,7 @@ def check_scheme(
         plugin = registry.find(registry.SCHEMES, name)
     except SyncError:
         return []
-    if "findings" not in plugin.capabilities:
+    if not isinstance(plugin.object, FindsProblems):
         return []
     found: Future[list[Finding]] = Future()
     context = FindingsContext(scheme=name, options=options)
