@@ -70,7 +70,7 @@ def test_layers_change_in_the_order_given_and_undo_in_mirrored_order() -> None:
     built = PluginStack(defaults, Plugin("sync.schemes", "backend", object()), layers)
     prepared = built.prepare_weights(one(), SEND)
     assert float(prepared.tensors[0]) == (1 * 2 + 1) * 10 + 5
-    built.apply_weights(prepared, None, APPLY)
+    built.apply_weights(update=prepared, model=None, context=APPLY)
     assert defaults.applied == [1.0]
 
 
@@ -114,7 +114,7 @@ def test_the_plugin_that_returned_nonsense_is_named() -> None:
     with pytest.raises(HookResultError, match="'BadPrepare': prepare_weights returned None"):
         stack(good, BadPrepare(), Affine(2, 0)).prepare_weights(one(), SEND)
     with pytest.raises(HookResultError, match="'BadApply': apply_weights returned a str"):
-        stack(BadApply(), good).apply_weights(one(), None, APPLY)
+        stack(BadApply(), good).apply_weights(update=one(), model=None, context=APPLY)
     with pytest.raises(HookResultError, match="'BadSkip': skip_update returned a str, not True"):
         stack(good, BadSkip()).skip_update(SKIP)
 

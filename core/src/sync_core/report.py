@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from sync_core.errors import SyncError
+
+_version_of = attrgetter("version")
 
 #: Why a send does not wait for a worker: it is in quarantine, is being restarted, or joins.
 Unwaited = Literal["quarantine", "restart", "join"]
@@ -114,6 +117,11 @@ class SendReport:
     def nbytes(self) -> int:
         """Bytes delivered to all workers together."""
         return sum(result.nbytes for result in self.workers.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every worker that was addressed has committed the new version."""
+        return {*map(_version_of, self.workers.values())} <= {self.version}
 
     @property
     def updated(self) -> tuple[int, ...]:

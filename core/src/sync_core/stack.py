@@ -240,7 +240,8 @@ class PluginStack:
         self._defaults = defaults
         self._hooked = frozenset(HOOKS) if traced else self._extended
         self._prepare_weights = self._find("prepare_weights")
-        self._apply_weights = self._find("apply_weights")
+        #: Loads an update into a model, by the arguments of the hook.
+        self.apply_weights = self._find("apply_weights")
 
     def implements(self, hook: str) -> bool:
         """Return whether the backend or a layer implements the hook, and not the core alone."""
@@ -269,10 +270,6 @@ class PluginStack:
         inside = [0.0, *(seconds for _, seconds in self._took)]
         alone = [(took - inside[i], plugin) for i, (plugin, took) in enumerate(self._took)]
         return max(alone, default=(0.0, ""))
-
-    def apply_weights(self, update: Update, model: Any, context: ApplyContext) -> None:
-        """Load the update into the model."""
-        self._apply_weights(update=update, model=model, context=context)
 
     def skip_update(self, context: SkipContext) -> bool:
         """Return whether the worker is left out of this push."""

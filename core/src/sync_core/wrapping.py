@@ -282,7 +282,7 @@ def end_together(outer: Delivery, inner: Delivery) -> None:
         if outer.error is not None and not inner.ended:
             inner.fail(outer.error)
 
-    outer.on_end(end)
+    outer.on_end = end
 
 
 def _wrong(plugin: Plugin, made: object, wanted: str) -> HookResultError:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -69,8 +69,6 @@ class Binding:
         self._matching: tuple[Layout, Layout] | None = None
         # The positions of tensors of the update whose dtypes end beyond the model's.
         self._narrowed: list[tuple[int, torch.dtype]] = []
-        # The same, where they are equal: to compare them takes longer than to look here.
-        self._equal: tuple[Layout, Layout] | None = None
         self._extra_state = False
         self._flat: ContiguousTensors | None = None
         self._may_consolidate = consolidate
@@ -163,9 +161,9 @@ class Binding:
         if self._lent is not None:
             self._check_lent(self._lent)
         mine, theirs = self.layout, update.layout
-        equal = self._are_equal(mine, theirs)
+        equal = mine == theirs
         plain = not zero_copy and self._strategy == "tensordict"
-        if plain and equal and self._write_flat(update):
+        if plain and equal and (flat := self._current_flat()) and self._write_flat(flat, update):
             return
         if not equal and (theirs, mine) != self._matching:
             check_match(
@@ -217,15 +215,6 @@ class Binding:
                     "shape; give the module instead of its state_dict"
                 )
 
-    def _are_equal(self, mine: Layout, theirs: Layout) -> bool:
-        known = self._equal
-        if known is not None and known[0] is mine and known[1] is theirs:
-            return True
-        equal = mine == theirs
-        if equal:
-            self._equal = mine, theirs
-        return equal
-
     def _check_lent(self, lent: WriteGuard) -> None:
         self._lent = None
         lent.check()
@@ -271,24 +260,20 @@ class Binding:
         if self._loads_state_dicts:
             self._load_state_dicts(update)
         elif zero_copy and self._pointing is not None:
-            with self._writing():
-                self._pointing.apply(update.tensors)
+            self._overwrite(self._pointing.apply, update.tensors)
             self._lent = self._pointing.guard(version) if version else None
-        elif self._are_equal(self._known.layout, update.layout) or (
+        elif self._known.layout == update.layout or (
             not self._extra_state and _same_names(self._known.layout, update.layout)
         ):
             self._write_whole(update)
         else:
-            pairs = [(mine, new) for _, mine, new in self._matched(update)]
-            with self._writing():
-                _copy(pairs)
+            self._overwrite(_copy, [(mine, new) for _, mine, new in self._matched(update)])
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Note that the model is torn if what is done here raises."""
+    def _overwrite(self, write: Callable[..., object], *args: Any) -> None:
+        """Call what writes into the tensors; the model is torn if that raises."""
         self.torn = True
         try:
-            yield
+            write(*args)
         except ModelError:  # raised before anything is written
             self.torn = False
             raise
@@ -297,19 +282,15 @@ class Binding:
     def _load_state_dicts(self, update: Update) -> None:
         commit.load_state_dicts(self._modules, dict(update.items()))
         matched, prefixes = self._matched(update), self._module_prefixes()
-        with self._writing():
-            _copy((mine, new) for name, mine, new in matched if not name.startswith(prefixes))
+        rest = [(mine, new) for name, mine, new in matched if not name.startswith(prefixes)]
+        self._overwrite(_copy, rest)
 
-    def _write_flat(self, update: Update) -> bool:
-        """Copy the bytes of an update of the same layout, if the model lies in one block."""
-        flat = self._current_flat()
-        if flat is None:
-            return False
+    def _write_flat(self, flat: ContiguousTensors, update: Update) -> bool:
+        """Copy the bytes of an update of the same layout, if they lie in the CPU's memory."""
         bodies = update.bodies
         if not bodies or any(body.device.type != "cpu" for body in bodies):
             return False
-        with self._writing():
-            flat.write(bodies)
+        self._overwrite(flat.write, bodies)
         return True
 
     def _current_flat(self) -> ContiguousTensors | None:
@@ -332,8 +313,7 @@ class Binding:
             with suppress(ModelError):
                 self._check_movable()
                 movable = True
-        with self._writing():
-            copy(self._tensors, update.tensors)
+        self._overwrite(copy, self._tensors, update.tensors)
         if movable and not self._current_flat():
             # The version is written: without memory for a block, tensors stay where they are.
             with suppress(Exception):
@@ -367,8 +347,7 @@ def _same_names(left: Layout, right: Layout) -> bool:
     return left.names == right.names and left.aliases == right.aliases
 
 
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    pairs = list(pairs)
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     copy([mine for mine, _ in pairs], [new for _, new in pairs])
 
 

@@ -86,19 +86,16 @@ class _ModuleFinder:
         self._has_extra_state = False
 
     def __call__(self) -> dict[str, Tensor]:
-        if not self._is_unchanged():
-            self._find()
-        if self._has_extra_state:
-            return self._found | extra_tensors(self._module)
-        return self._found
-
-    def _is_unchanged(self) -> bool:
-        return (
+        if not (
             # If a value has come or gone, so has a name.
             all(map(operator.is_, self._held(), self._before))
             and not any(self._empty)
             and list(chain.from_iterable(map(_keys, self._filled))) == self._names
-        )
+        ):
+            self._find()
+        if self._has_extra_state:
+            return self._found | extra_tensors(self._module)
+        return self._found
 
     def _held(self) -> Iterator[Any]:
         """The dicts and types of the modules known, then what those dicts hold."""
@@ -134,41 +131,6 @@ except ImportError:
 _is_nested = operator.attrgetter("is_nested")
 
 
-class TensorSignatures:
-    """The types, dtypes, devices, shapes and strides of tensors, and whether they negate.
-
-    Not where they lie. A tensor costs a tenth of a microsecond; in Python, a microsecond and more.
-
-    Args:
-        tensors: such as can travel, no one of them twice.
-
-    Example:
-        >>> signatures = TensorSignatures([torch.zeros(2, 3)])
-        >>> signatures.fit([torch.ones(2, 3)]), signatures.fit([torch.ones(3, 2)])
-        (True, False)
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._signatures = list(map(_signature, tensors))
-        self._guards = _guards(tensors)
-
-    def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these have the same signatures, one by one."""
-        if len(tensors) != len(self._signatures):
-            return False
-        # The guards would end the process: a nested tensor has no strides that they can ask.
-        if any(map(_is_nested, tensors)):
-            return False
-        if self._guards is not None and self._guards.check(*tensors):
-            return True
-        # They also tell whether a gradient is wanted, and in which modes torch is.
-        # One at a time: thousands of tuples alive at once would set off the garbage collector.
-        if not all(map(operator.eq, map(_signature, tensors), self._signatures)):
-            return False
-        self._guards = _guards(tensors)
-        return True
-
-
 def _signature(tensor: Tensor) -> tuple[object, ...]:
     if tensor.layout != torch.strided or is_lazy(tensor):
         # It may have no strides, or no shape; nor can it travel.
@@ -189,7 +151,8 @@ def _guards(tensors: Sequence[Tensor]) -> Any:
 class KnownLayout:
     """A layout, and whether other tensors have it too. It keeps none of the tensors.
 
-    To ask takes a tenth of what it takes to make a layout and its header again.
+    To ask takes a tenth of what it takes to make a layout and its header again: a tensor costs a
+    tenth of a microsecond; in Python, a microsecond and more.
 
     Args:
         named: the tensors whose layout it is.
@@ -206,7 +169,10 @@ class KnownLayout:
     def __init__(self, named: Mapping[str, Tensor]) -> None:
         self.layout = Layout.of(named)
         self._names = list(named)
-        self._signatures = TensorSignatures(travelling(self.layout, named))
+        tensors = travelling(self.layout, named)
+        # Not where they lie.
+        self._signatures = list(map(_signature, tensors))
+        self._guards = _guards(tensors)
 
     def fits(self, named: Mapping[str, Tensor]) -> bool:
         """Return whether these tensors have this layout, tied ones still tied."""
@@ -221,8 +187,15 @@ class KnownLayout:
             named: the tensors.
             tensors: those of them that travel, in the order of the layout.
         """
-        if not self._signatures.fit(tensors):
+        # The guards would end the process: a nested tensor has no strides that they can ask.
+        if len(tensors) != len(self._signatures) or any(map(_is_nested, tensors)):
             return False
+        # They also tell whether a gradient is wanted, and in which modes torch is.
+        if self._guards is None or not self._guards.check(*tensors):
+            # One at a time: thousands of tuples alive at once would set off the garbage collector.
+            if not all(map(operator.eq, map(_signature, tensors), self._signatures)):
+                return False
+            self._guards = _guards(tensors)
         for name, owner in self.layout.aliases:
             if place_of(named[name]) != place_of(named[owner]):
                 return False

@@ -136,9 +136,9 @@ class Target:
             # Tensors that a layer makes in inference mode could not be trained.
             outside_inference_mode(
                 self.stack.apply_weights,
-                update,
-                model,
-                address.apply_context(payload.version, held, partial=self.partial),
+                update=update,
+                model=model,
+                context=address.apply_context(payload.version, held, partial=self.partial),
             )
         except LayoutMismatchError as error:
             if self._was_changed(model):
@@ -182,7 +182,7 @@ class Target:
             update = update.copied()
         try:
             context = self.address.apply_context(version=0, partial=self.partial)
-            stack.apply_weights(update, self._resolve(), context)
+            stack.apply_weights(update=update, model=self._resolve(), context=context)
         finally:
             drop_derived_weights()
         self.defaults.loaded = False

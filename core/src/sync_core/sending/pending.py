@@ -220,15 +220,17 @@ class PendingSend:
                     # A transport may see the end before the worker's state is noted.
                     if delivery.ended and not delivery.told:
                         delivery.wait(max(0.0, limit - time.perf_counter()))
-                joining = [self._deliveries[i] for i, r in self._unwaited.items() if r == "join"]
-                if joining:
+                if "join" in self._unwaited.values():
+                    joining = [
+                        self._deliveries[i] for i, r in self._unwaited.items() if r == "join"
+                    ]
                     limit = min(limit, self._offered + _JOINING)
                     self._wait(joining, max(0.0, limit - time.perf_counter()))
             report = self._end(waited=True)
         except BaseException as interrupt:
             self.interrupt(interrupt)
             raise
-        if report.failed or report.no_worker_left:
+        if not report.complete and (report.failed or report.no_worker_left):
             causes = [result.error.__cause__ for result in report.workers.values() if result.error]
             error = SendError(report)
             error.__cause__ = next(filter(None, causes), None)

@@ -9,13 +9,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial as bind
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
-from sync_core._util import Stopwatch, release_with, uninterrupted
+from sync_core._util import release_with, uninterrupted
 from sync_core.address import Address
 from sync_core.checks import check_count, check_function, check_seconds, normalize, normalize_one
 from sync_core.errors import (
@@ -28,7 +29,7 @@ from sync_core.errors import (
 from sync_core.models.extract import Strategy
 from sync_core.models.lookup import resolve
 from sync_core.models.registered import check_allowed
-from sync_core.report import SendReport
+from sync_core.report import SendReport, Unwaited
 from sync_core.sending.arguments import as_id, check_handle, count_workers, with_near_miss
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
@@ -578,11 +579,10 @@ class Sender(Updater):
             everyone = addressed = self._members.ids
         if worker_ids is not None:
             addressed = normalize(worker_ids, everyone)
-        limit = max(seconds, _LEAST)
         update = self._source.read(given, self._pipeline.agreed)
         stream = update.source if isinstance(update.source, TensorStream) else None
-        with read_to_its_end(update):
-            reading = time.perf_counter() - started
+        with nullcontext() if stream is None else read_to_its_end(stream):
+            reading, limit = time.perf_counter() - started, max(seconds, _LEAST)
             if stream is not None:
                 stream.limit = limit - reading
             transport = self._pipeline.transport or self._open(update, given)
@@ -590,11 +590,10 @@ class Sender(Updater):
             due = addressed
             if self._pipeline.skips and not counted:
                 due = self._cadence.due(addressed, self._version)
-            to_none = self._publishes and worker_ids is None and not everyone
+            sends = bool(due) or (self._publishes and worker_ids is None and not everyone)
             if extras:
                 update.extras = checked(extras, self._extras)
                 self._extras = kinds_of(update.extras)
-            sends = bool(due) or to_none
             if (sends and self._pipeline.prepares) or self._pipeline.leaves_out:
                 update = self._pipeline.prepare(
                     update,
@@ -605,39 +604,38 @@ class Sender(Updater):
                     by_hand=given is not None and given is not self._source.model,
                     skipped=not sends,
                 )
+            prepared = time.perf_counter()
+            payload: Payload | None = None
+            deliveries: dict[int, Delivery] = {}
+            unwaited: dict[int, Unwaited] = {}
             if sends:
                 self._version = version
-            prepared = time.perf_counter()
-            spent = reading + prepared - opened
-            if sends and spent > limit:
-                raise self._not_ready(reading, spent, limit)
-            if stream is not None:
-                stream.limit = limit - spent + stream.seconds
-            packing = Stopwatch()
-            deliveries: dict[int, Delivery] = {}
-            to_all = None
-            if sends:
-                payload = Payload(self._version, *attached(update), packing=packing)
+                spent = reading + prepared - opened
+                if spent > limit:
+                    raise self._not_ready(reading, spent, limit)
+                if stream is not None:
+                    stream.limit = limit - spent + stream.seconds
+                payload = Payload(version, *attached(update))
                 deliveries = self._pipeline.send(payload, due)
-                to_all = payload if to_none or len(due) == len(everyone) else None
-            skipped = () if due is addressed else [i for i in addressed if i not in due]
+                unwaited = self._members.sent(version, deliveries)
+            offered = time.perf_counter()
             pending = PendingSend(
                 self._version,
                 deliveries,
-                skipped,
+                () if due is addressed else [i for i in addressed if i not in due],
                 started=started,
                 timeout=seconds,
-                offered=time.perf_counter(),
+                offered=offered,
                 wait=transport.wait,
                 scheme=self._pipeline.scheme,
                 model_id=self.model_id,
                 finish=self._end,
-                unwaited=self._members.sent(self._version, deliveries) if sends else {},
+                unwaited=unwaited,
                 prepare_seconds=prepared - started,
-                publish_seconds=time.perf_counter() - prepared,
-                packing=packing,
+                publish_seconds=offered - prepared,
+                packing=None if payload is None else payload.packing,
             )
-        return pending, to_all
+        return pending, payload if len(due) == len(everyone) else None
 
     def _not_ready(self, reading: float, spent: float, limit: float) -> PrepareTimeoutError:
         slowest, name = max(
@@ -845,16 +843,8 @@ class Sender(Updater):
             reached = (i for i in report.updated if i in known)
             # Not one that has got the id of a worker which was removed meanwhile.
             self._cadence.reached(i for i in reached if known[i].wanted >= report.version)
-        if (report.failed or report.joining) and waited and not self._closed:
-            for settle in tuple(self._settlers.values()):
-                report = _settled(report, settle)
-            if self._failure_handler is not None and report.failed:
-                report = self._failure_handler.apply(
-                    report, self._members, self._drop, self.address
-                )
-                if self._dropped_last:
-                    report = self._deserted = replace(report, no_worker_left=True)
-                    self._dropped_last = False
+        if waited and not report.complete and not self._closed:
+            report = self._act_on_failures(report)
         if self._members.may_have_returned:
             returned = self._members.take_returned(report.updated)
             report = report.with_returned(returned) if returned else report
@@ -866,12 +856,18 @@ class Sender(Updater):
             tell(report, tuple(self._reporters.values()))
         return report
 
-
-def _settled(report: SendReport, settle: Callable[[SendReport], SendReport]) -> SendReport:
-    try:
-        return settle(report)
-    except Exception:
-        _log.exception("a function given to settle_failures raised; on_failure decides")
+    def _act_on_failures(self, report: SendReport) -> SendReport:
+        """Let what was given to `settle_failures`, and then ``on_failure``, act on workers."""
+        for settle in tuple(self._settlers.values()) if report.failed or report.joining else ():
+            try:
+                report = settle(report)
+            except Exception:
+                _log.exception("a function given to settle_failures raised; on_failure decides")
+        if self._failure_handler is not None and report.failed:
+            report = self._failure_handler.apply(report, self._members, self._drop, self.address)
+            if self._dropped_last:
+                report = self._deserted = replace(report, no_worker_left=True)
+                self._dropped_last = False
         return report
 
 

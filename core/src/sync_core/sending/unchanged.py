@@ -143,14 +143,16 @@ class _Tensors:
         # The position of a tensor, and the first byte in it and the one after the last.
         self._places = _choose(specs)
         # The same in the body of a block.
-        self._in_body = [(specs[i].offset + a, specs[i].offset + b) for i, a, b in self._places]
+        self._in_body = [
+            slice(specs[i].offset + a, specs[i].offset + b) for i, a, b in self._places
+        ]
 
     def sample(self, payload: Payload) -> bytes:
         """Return some bytes, always from the same places; none where they cannot be read."""
         try:
             body = _packed(payload)
             if body is not None:
-                return b"".join([body[begin:end] for begin, end in self._in_body])
+                return b"".join(map(body.__getitem__, self._in_body))
             tensors = payload.tensors
             return b"".join([_bytes(tensors[i])[begin:end] for i, begin, end in self._places])
         except _ElsewhereError:

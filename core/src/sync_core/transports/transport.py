@@ -245,7 +245,9 @@ class Delivery:
         #: Whether the watchers were called at the end.
         self.told = False
         self._watchers: tuple[Callable[[Delivery, WorkerError | None], None], ...] = ()
-        self._on_end: Callable[[], None] | None = None
+        #: Called at the end, after the watchers, by the thread that ends it, for a transport whose
+        #: `SenderTransport.wait` does not wait for the deliveries one by one.
+        self.on_end: Callable[[], None] | None = None
 
     def acknowledge(self, answer: Answer | None = None) -> None:
         """The worker has answered: it has committed the version, or says why it could not.
@@ -300,14 +302,6 @@ class Delivery:
         if ended:
             watcher(self, self.error)
 
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call a function at the end, after the watchers, from the thread that ends it.
-
-        Where it has ended already, the function is not called. For a transport whose
-        `SenderTransport.wait` does not wait for the deliveries one by one.
-        """
-        self._on_end = callback
-
     def _end(self, error: WorkerError | None, answer: Answer | None) -> None:
         with self._lock:
             self.latest = answer or self.latest
@@ -324,8 +318,8 @@ class Delivery:
             if first:
                 self.told = True
                 self._running.release()
-                if self._on_end is not None:
-                    self._on_end()
+                if self.on_end is not None:
+                    self.on_end()
 
 
 def wait_for_each(deliveries: Sequence[Delivery], timeout: float) -> None:

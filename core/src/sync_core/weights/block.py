@@ -138,7 +138,14 @@ class Block:
         """
         for layout in (self._layout, known):
             if digest is not None and layout is not None and layout.digest.startswith(digest):
-                return layout
+                break
+        else:
+            layout = self._read_header(digest)
+        if layout is not self._layout:  # which lies here already
+            self.check_holds(layout)
+        return layout
+
+    def _read_header(self, digest: str | None) -> Layout:
         length = int.from_bytes(_bytes(self.memory[:8]), "little")
         if length > min(MAX_HEADER_BYTES, self.memory.numel() - 8):
             raise PayloadError(f"a header of {length} bytes does not fit; this is not a payload")

@@ -54,12 +54,12 @@ def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     increment_version([target for target, _ in apart])
 
 
-def outside_inference_mode(function: Callable[..., Result], *args: Any) -> Result:
+def outside_inference_mode(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call a function in a mode in which tensors are made that can be trained."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
-            return function(*args)
-    return function(*args)
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
 def writing_to(targets: Iterable[Tensor]) -> AbstractContextManager[object]:

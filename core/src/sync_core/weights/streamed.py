@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,10 +18,6 @@ from sync_core.errors import ModelError, PrepareTimeoutError
 from sync_core.weights.block import Block
 from sync_core.weights.copying import copy
 from sync_core.weights.layout import Layout, TensorSpec, check_tensor
-
-if TYPE_CHECKING:
-    from sync_core.weights.payload import Update
-
 
 #: The end of the message of a `PrepareTimeoutError`.
 NOT_OFFERED = (
@@ -162,14 +158,14 @@ class TensorStream(Sequence[Tensor]):
 
 
 class read_to_its_end:  # noqa: N801 - it is used as `contextlib.suppress` is
-    """In ``with``: make what is left of a streamed update's tensors, also after an exception.
+    """In ``with``: make what is left of a stream's tensors, also after an exception.
 
     All ranks gather the same tensors, so that a rank which sends nothing, or which fails, would
     leave the others waiting. Ctrl-C ends without that.
     """
 
-    def __init__(self, update: Update) -> None:
-        self._source = update.source
+    def __init__(self, stream: TensorStream) -> None:
+        self._stream = stream
 
     def __enter__(self) -> None:
         return
@@ -180,15 +176,12 @@ class read_to_its_end:  # noqa: N801 - it is used as `contextlib.suppress` is
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        source = self._source
-        if not isinstance(source, TensorStream):
-            return
         if error is None:
-            source.finish()
+            self._stream.finish()
         elif isinstance(error, Exception):
             with suppress(ModelError, PrepareTimeoutError):
-                source.limit = math.inf
-                source.finish()
+                self._stream.limit = math.inf
+                self._stream.finish()
 
 
 class _Followed(TensorStream):

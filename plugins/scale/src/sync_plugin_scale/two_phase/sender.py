@@ -184,7 +184,7 @@ class TwoPhaseSender(SenderTransport):
                 outgoing = begun.outgoing[worker_id]
                 outgoing.inner.append(delivery)
                 self._note_size(outgoing, delivery)
-                outgoing.on_end(partial(self._ended, outgoing))
+                outgoing.on_end = partial(self._ended, outgoing)
                 delivery.watch(partial(self._put, self._vote, begun))
             if not worker_ids:
                 self._events.put(partial(self._decide, begun))

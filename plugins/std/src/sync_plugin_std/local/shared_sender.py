@@ -191,7 +191,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
         deadline = time.monotonic() + timeout
         try:
             for delivery in deliveries:
-                delivery.on_end(self._notice_end)
+                delivery.on_end = self._notice_end
             with self._publisher.lock:
                 self._waiting = True
                 self._show_waiting(True)
@@ -337,7 +337,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
             with self._publisher.lock:
                 self._show_waiting(False)
                 # Those that were written before the workers could know.
-                self._collect(everyone=True)
+                self._collect()
                 # Last, so that an interrupt before it leaves all of this to the next send.
                 self._waiting = False
 
