@@ -127,8 +127,10 @@ class World:
             self.gone(worker_id, place, reader, reason)
             return
         self.ends.clear()
-        self.roster.answered(worker_id, reader, said)
+        owed = self.roster.answered(worker_id, reader, said)
         counts = place is not None and place.heeds(reader)
+        wanted = self.roster.wanted(worker_id, after=version)
+        assert owed is (wanted if counts else None)
         awaited = self.last_delivery(place) if place is not None else None
         if counts and awaited is not None and awaited.version == version:
             assert [ended for ended, _ in self.ends] == [awaited]

@@ -104,7 +104,7 @@ class Binding:
             ModelError: a tensor's memory was taken away.
         """
         layout = self.layout
-        if flat := self._current_flat():
+        if ContiguousTensors.exist and (flat := self._current_flat()):
             return Update(layout, flat.block)
         if not all(map(Tensor.data_ptr, self._tensors)):
             check_memory(self._named)
@@ -163,7 +163,7 @@ class Binding:
         mine, theirs = self.layout, update.layout
         equal = mine == theirs
         plain = not zero_copy and self._strategy == "tensordict"
-        if plain and equal and (flat := self._current_flat()) and self._write_flat(flat, update):
+        if plain and equal and ContiguousTensors.exist and self._write_flat(update):
             return
         if not equal and (theirs, mine) != self._matching:
             check_match(
@@ -285,18 +285,16 @@ class Binding:
         rest = [(mine, new) for name, mine, new in matched if not name.startswith(prefixes)]
         self._overwrite(_copy, rest)
 
-    def _write_flat(self, flat: ContiguousTensors, update: Update) -> bool:
-        """Copy the bytes of an update of the same layout, if they lie in the CPU's memory."""
-        bodies = update.bodies
-        if not bodies or any(body.device.type != "cpu" for body in bodies):
+    def _write_flat(self, update: Update) -> bool:
+        """Copy the bytes of an update of the same layout, if the model lies in one block."""
+        flat, bodies = self._current_flat(), update.bodies
+        if flat is None or not bodies or any(body.device.type != "cpu" for body in bodies):
             return False
         self._overwrite(flat.write, bodies)
         return True
 
     def _current_flat(self) -> ContiguousTensors | None:
         """Return the block in which the model's tensors lie, if there is one."""
-        if self._flat is None and not ContiguousTensors.exist:
-            return None
         if self._flat is None or not self._flat.holds(self._known.layout, self._named):
             self._flat = ContiguousTensors.find(self._known.layout, self._named)
         return self._flat

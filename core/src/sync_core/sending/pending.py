@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
 
@@ -16,14 +17,21 @@ from sync_core.report import SendReport, Unwaited, WorkerResult
 from sync_core.transports.transport import Answer, Delivery, wait_for_each
 
 _logger = logging.getLogger("sync_core")
+_error_of = attrgetter("error")
 # How long a send waits for workers that join, in seconds: the answer to an earlier version may be
 # on its way. An estimate: ray's takes up to 0.25 s, those of others some milliseconds.
 _JOINING = 0.25
 
 
 def tell(report: SendReport, reporters: Iterable[Callable[[SendReport], object]]) -> None:
-    """Log a send that has ended, and call the reporters."""
-    log_send(report)
+    """Log a send that has ended, and call the reporters.
+
+    The level is INFO when it succeeded, WARNING when a worker failed.
+    """
+    errors = [*filter(None, map(_error_of, report.workers.values()))]
+    level = logging.WARNING if errors else logging.INFO
+    if _logger.isEnabledFor(level):
+        _log_send(report, level, [str(error).partition("\n")[0] for error in errors])
     for reporter in reporters:
         try:
             reporter(report)
@@ -31,17 +39,13 @@ def tell(report: SendReport, reporters: Iterable[Callable[[SendReport], object]]
             _logger.exception("%r raised about the report of version %d", reporter, report.version)
 
 
-def log_send(report: SendReport) -> None:
-    """Log the result of a send: INFO when it succeeded, WARNING when a worker failed.
+def _log_send(report: SendReport, level: int, failures: Sequence[str]) -> None:
+    """Log the result of a send.
 
     The same values are attributes of the record, each with ``sync_`` before its name. Of phases
     that each worker has, it is the longest; ``deliver_seconds`` is left out where no worker's clock
     is known to be this one.
     """
-    failures = [str(r.error).partition("\n")[0] for r in report.workers.values() if r.error]
-    level = logging.WARNING if failures else logging.INFO
-    if not _logger.isEnabledFor(level):
-        return
     values = _fields(report)
     text = " ".join(f"{name}={_written(value)}" for name, value in values.items())
     if failures:

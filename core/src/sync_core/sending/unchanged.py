@@ -140,21 +140,23 @@ class _Tensors:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self.specs = specs
-        # The position of a tensor, and the first byte in it and the one after the last.
-        self._places = _choose(specs)
-        # The same in the body of a block.
-        self._in_body = [
-            slice(specs[i].offset + a, specs[i].offset + b) for i, a, b in self._places
-        ]
+        # The places in each tensor, by its position; and the same in the body of a block.
+        self._places: dict[int, list[slice]] = {}
+        self._in_body: dict[int, list[slice]] = {0: []}
+        for i, begin, end in _choose(specs):
+            self._places.setdefault(i, []).append(slice(begin, end))
+            offset = specs[i].offset
+            self._in_body[0].append(slice(offset + begin, offset + end))
 
     def sample(self, payload: Payload) -> bytes:
         """Return some bytes, always from the same places; none where they cannot be read."""
         try:
-            body = _packed(payload)
-            if body is not None:
-                return b"".join(map(body.__getitem__, self._in_body))
-            tensors = payload.tensors
-            return b"".join([_bytes(tensors[i])[begin:end] for i, begin, end in self._places])
+            bodies = _packed(payload)
+            tensors = bodies or payload.tensors
+            found: list[memoryview] = []
+            for i, slices in (self._in_body if bodies else self._places).items():
+                found += map(_bytes(tensors[i]).__getitem__, slices)
+            return b"".join(found)
         except _ElsewhereError:
             return b""
 
@@ -164,8 +166,8 @@ class _Tensors:
         3.1 GB/s; None where a tensor cannot be read.
         """
         try:
-            body = _packed(payload)
-            if body is not None:
+            if bodies := _packed(payload):
+                body = _bytes(bodies[0])
                 return [zlib.crc32(body[a:b]) for a, b in _stretches(self.specs)]
             tensors = payload.tensors[: len(self.specs)]
             return [zlib.crc32(_bytes(tensor)) for tensor in tensors if tensor.numel()]
@@ -173,17 +175,17 @@ class _Tensors:
             return None
 
 
-def _packed(payload: Payload) -> memoryview | None:
-    """Return the bytes of a payload that was packed; None of one that was not."""
+def _packed(payload: Payload) -> tuple[Tensor, ...]:
+    """Return the body of a payload that was packed, in one piece; none of one that was not."""
     block = payload.packed[-1] if payload.packed else payload.source
     if isinstance(block, Block):
         bodies = block.bodies(payload.layout)
         if len(bodies) != 1:
             raise _ElsewhereError
-        return _bytes(bodies[0])
+        return bodies
     if payload.is_streamed:
         raise _ElsewhereError
-    return None
+    return ()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -186,10 +186,15 @@ class Roster:
                 return "another receiver was given the same address"
             return None
 
-    def answered(self, worker_id: int, reader: object, answer: Answer | Mapping[str, Any]) -> None:
+    def answered(
+        self, worker_id: int, reader: object, answer: Answer | Mapping[str, Any]
+    ) -> Publication | None:
         """End the delivery that a worker has answered, or report a commit of another version.
 
         The answer of a receiver that another one has replaced changes nothing.
+
+        Returns:
+            The version that the worker is still owed, if that is newer than what it answered.
 
         Args:
             worker_id: the worker.
@@ -202,15 +207,17 @@ class Roster:
                 answer = Answer.from_message(answer)
             except ValueError as error:
                 self.lost(worker_id, reader, f"does not answer as agreed: {error}")
-                return
+                return None
         with self._lock:
             worker = self._heard(worker_id, reader)
             if worker is None:
-                return
+                return None
             if worker.delivery is not None and worker.delivery.version == answer.version:
                 worker.delivery.acknowledge(answer)
             elif answer.error is None:
                 self._notify(worker_id, Notice("acknowledged", answer.version))
+            owed = worker.owed
+            return None if owed is None or owed.version <= answer.version else owed
 
     def failed(self, worker_id: int, reader: object, version: int, error: WorkerError) -> None:
         """Fail the delivery of a version that did not get to a worker, and of no later one.

@@ -124,7 +124,9 @@ class IncrementalSender(SenderTransport):
         """Send an increment to workers that can use it, and the whole version to the others."""
         version = payload.version
         with self._calling:
-            line = self._lines.setdefault(payload.layout, _Line(self._options))
+            line = self._lines.get(payload.layout)
+            if line is None:
+                line = self._lines[payload.layout] = _Line(self._options)
             # Workers that may yet ask for an older version can get some of those from here alone.
             asked = self._roster.owed(besides=worker_ids)
             line.history.record(payload, keep=any(each.content is line for each in asked))
@@ -255,9 +257,14 @@ class IncrementalSender(SenderTransport):
     def _under_way(self, deliveries: Sequence[Delivery]) -> dict[Delivery, Delivery | None]:
         """Return those that have not ended, each with the transport's delivery that brings it."""
         with self._lock:
-            workers = {worker.outgoing: worker for worker in self._workers.values()}
-            served = {d: workers.get(d) for d in deliveries if not d.ended}
-            return {d: None if worker is None else worker.inner for d, worker in served.items()}
+            under_way: dict[Delivery, Delivery | None] = {}
+            for delivery in deliveries:
+                if not delivery.ended:
+                    worker = self._workers.get(delivery.worker_id)
+                    under_way[delivery] = None
+                    if worker is not None and worker.outgoing is delivery:
+                        under_way[delivery] = worker.inner
+            return under_way
 
     def _ended(self, outgoing: Delivery, error: WorkerError | None) -> None:
         del outgoing, error

@@ -371,12 +371,13 @@ class SharedMemorySender(ServingTransport[PeerT]):
         self._publisher.give_back(peer, held, until=version)
         if answer is None:
             peer.unanswered = version
+            owed = self._publisher.roster.wanted(peer.worker_id, after=peer.seen)
         else:
             # The answer before may be read a second time, as its event is set after it is written.
             if peer.unanswered <= version:
                 peer.unanswered = 0
-            self._publisher.roster.answered(peer.worker_id, peer, answer)
-        if self._publisher.roster.wanted(peer.worker_id, after=peer.seen) is not None:
+            owed = self._publisher.roster.answered(peer.worker_id, peer, answer)
+        if owed is not None:
             self._offer_again(peer)
 
     def _offer_again(self, peer: PeerT) -> None:
