@@ -165,20 +165,8 @@ class Binding:
         plain = not zero_copy and self._strategy == "tensordict"
         if plain and equal and ContiguousTensors.exist and self._write_flat(update):
             return
-        if not equal and (theirs, mine) != self._matching:
-            check_match(
-                theirs, mine, partial=partial, cast=cast, not_saved=lambda: not_saved(self.model)
-            )
-            self._matching = theirs, mine
-            dtypes = [mine.specs[mine.index[spec.name]].dtype for spec in theirs.specs]
-            self._narrowed = [
-                (position, dtype)
-                for position, dtype in enumerate(dtypes)
-                if dtype.is_floating_point and narrows(theirs.specs[position].dtype, dtype)
-            ]
         if not equal:
-            for position, dtype in self._narrowed:
-                cast_within(theirs.specs[position].name, update.tensors[position], dtype)
+            self._check_fits(update, partial=partial, cast=cast)
         if cast and (zero_copy or self._extra_state):
             update, theirs = self._cast(update)
         if zero_copy and not self._loads_state_dicts:
@@ -191,6 +179,23 @@ class Binding:
                 self._write_tensors(update, zero_copy=zero_copy, version=version)
         else:
             self._write_tensors(update, zero_copy=zero_copy, version=version)
+
+    def _check_fits(self, update: Update, *, partial: bool, cast: bool) -> None:
+        """Raise unless an update of another layout fits the model, and so does each value."""
+        mine, theirs = self._known.layout, update.layout
+        if (theirs, mine) != self._matching:
+            check_match(
+                theirs, mine, partial=partial, cast=cast, not_saved=lambda: not_saved(self.model)
+            )
+            self._matching = theirs, mine
+            dtypes = [mine.specs[mine.index[spec.name]].dtype for spec in theirs.specs]
+            self._narrowed = [
+                (position, dtype)
+                for position, dtype in enumerate(dtypes)
+                if dtype.is_floating_point and narrows(theirs.specs[position].dtype, dtype)
+            ]
+        for position, dtype in self._narrowed:
+            cast_within(theirs.specs[position].name, update.tensors[position], dtype)
 
     def _check_extra_state(self, layout: Layout) -> None:
         """Raise for extra state that only a module can take, if no module has it here."""

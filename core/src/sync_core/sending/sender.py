@@ -310,11 +310,7 @@ class Sender(Updater):
         Returns:
             A function that ends the calls.
         """
-        check_function(callback, "callback")
-        self._check_open()
-        entry = object()
-        self._reporters[entry] = callback
-        return bind(self._reporters.pop, entry, None)
+        return self._register(self._reporters, callback)
 
     def on_close(self, callback: Callable[[], object]) -> Callable[[], object]:
         """Call a function once when the sender is closed or forgotten, or its process ends.
@@ -353,11 +349,14 @@ class Sender(Updater):
         Returns:
             A function that ends the calls.
         """
+        return self._register(self._settlers, callback)
+
+    def _register(self, callbacks: dict[object, Any], callback: object) -> Callable[[], object]:
         check_function(callback, "callback")
         self._check_open()
         entry = object()
-        self._settlers[entry] = callback
-        return bind(self._settlers.pop, entry, None)
+        callbacks[entry] = callback
+        return bind(callbacks.pop, entry, None)
 
     def address(self, worker_id: int | None = None) -> Address:
         """The address that worker ``worker_id`` gives to its `Receiver`; it pickles.

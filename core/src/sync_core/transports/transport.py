@@ -58,7 +58,7 @@ _OUTCOMES: Mapping[ModelState, str] = {
 _LONGEST_FAILURE = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Answer:
     """A worker's answer about one version.
 

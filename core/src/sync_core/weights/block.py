@@ -130,7 +130,7 @@ class Block:
         Args:
             digest: what its digest must be, or begin with; one that was read before is not read
                 again.
-            known: another layout that need not be read again if it has that digest.
+            known: another layout that need not be read again if it has that digest, or header.
 
         Raises:
             PayloadError: no header, one of another digest, or one that promises more bytes than
@@ -140,16 +140,19 @@ class Block:
             if digest is not None and layout is not None and layout.digest.startswith(digest):
                 break
         else:
-            layout = self._read_header(digest)
+            layout = self._read_header(digest, known)
         if layout is not self._layout:  # which lies here already
             self.check_holds(layout)
         return layout
 
-    def _read_header(self, digest: str | None) -> Layout:
+    def _read_header(self, digest: str | None, known: Layout | None) -> Layout:
         length = int.from_bytes(_bytes(self.memory[:8]), "little")
         if length > min(MAX_HEADER_BYTES, self.memory.numel() - 8):
             raise PayloadError(f"a header of {length} bytes does not fit; this is not a payload")
-        layout = Layout.from_header(_bytes(self.memory[: 8 + length]))
+        header = _bytes(self.memory[: 8 + length])
+        if digest is None and known is not None and known.header == header:
+            return known
+        layout = Layout.from_header(header)
         if digest is not None and not layout.digest.startswith(digest):
             raise PayloadError(
                 f"expected the layout {digest[:12]}, found {layout.digest[:12]} in the payload"

@@ -103,7 +103,8 @@ def _nothing_to_release() -> None:
     return
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, which would double the time to make one; nor are `Answer` and `WorkerStatus`.
+@dataclass(slots=True)
 class Payload:
     """A version of the weights on its way.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,9 @@ class _Found:
     before: Units
 
 
+_start_of, _gaps_of, _values_of, _before_of = map(attrgetter, ("start", "gaps", "values", "before"))
+
+
 class _Comparison:
     """Collects the differences of one version; pieces come in any order, from two threads."""
 
@@ -168,15 +172,15 @@ class _Comparison:
 
     def result(self) -> Difference:
         """Return all differences, in order."""
-        found, self._found = sorted(self._found, key=lambda part: part.start), []
-        gaps = np.concatenate([np.empty(0, self._gap), *(part.gaps for part in found)])
+        found, self._found = sorted(self._found, key=_start_of), []
+        gaps = np.concatenate([np.empty(0, self._gap), *map(_gaps_of, found)])
         done = last = 0
         for part in found:
             gaps[done] += part.start - last
             done, last = done + len(part.gaps), part.last
         none = self._body[:0]
-        values = np.concatenate([none, *(part.values for part in found)])
-        before = np.concatenate([none, *(part.before for part in found)])
+        values = np.concatenate([none, *map(_values_of, found)])
+        before = np.concatenate([none, *map(_before_of, found)])
         return Difference(gaps, values, before, complete=len(gaps) <= self._limit)
 
 

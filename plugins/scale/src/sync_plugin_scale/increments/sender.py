@@ -124,21 +124,20 @@ class IncrementalSender(SenderTransport):
         """Send an increment to workers that can use it, and the whole version to the others."""
         version = payload.version
         with self._calling:
-            line = self._lines.get(payload.layout)
-            if line is None:
-                line = self._lines[payload.layout] = _Line(self._options)
+            line = self._lines.get(payload.layout) or _Line(self._options)
+            self._lines[payload.layout] = line
             # Workers that may yet ask for an older version can get some of those from here alone.
             asked = self._roster.owed(besides=worker_ids)
             line.history.record(payload, keep=any(each.content is line for each in asked))
             outgoing = self._roster.publish(Publication(version, 0, line), worker_ids)
-            workers = [self._workers[i] for i in worker_ids if i in self._workers]
+            held: dict[int, int] = {}
             with self._lock:
-                for worker in workers:
+                for worker in filter(None, map(self._workers.get, worker_ids)):
                     if worker.line is not line:
                         # It holds nothing of this layout.
                         worker.line, worker.held = line, 0
                     worker.outgoing = outgoing[worker.worker_id]
-                held = {worker.worker_id: worker.held for worker in workers}
+                    held[worker.worker_id] = worker.held
             for delivery in outgoing.values():
                 delivery.watch(self._ended)
             for number, part in enumerate(self._divide(line, version, held)):
@@ -158,20 +157,17 @@ class IncrementalSender(SenderTransport):
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
         """Wait by the transport, also for what is sent again."""
         deadline = time.monotonic() + timeout
-        while True:
-            under_way = self._under_way(deliveries)
-            for delivery, inner in under_way.items():
-                delivery.remark = inner.remark if inner is not None else ""
-            left = deadline - time.monotonic()
-            if not under_way or left <= 0:
-                return
-            if carrying := [inner for inner in under_way.values() if inner is not None]:
+        under_way = self._under_way(deliveries)
+        while under_way and (left := deadline - time.monotonic()) > 0:
+            if carrying := [*filter(None, under_way.values())]:
                 self._transport.wait(carrying, left)
             with self._lock:
-                left = deadline - time.monotonic()
-                while left > 0 and self._under_way(deliveries) == under_way:
-                    self._changed.wait(left)
+                before = under_way
+                while (under_way := self._under_way(deliveries)) == before and left > 0:
                     left = deadline - time.monotonic()
+                    self._changed.wait(max(0.0, left))
+        for delivery, inner in under_way.items():
+            delivery.remark = inner.remark if inner is not None else ""
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, which gets the newest version that went to all, whole."""
@@ -380,10 +376,10 @@ class IncrementalSender(SenderTransport):
 
     def _forget(self) -> None:
         """Forget what no worker needs any more."""
-        owed = self._roster.owed()
-        lines = {publication.content for publication in owed}
-        self._lines = {k: line for k, line in self._lines.items() if line in lines}
-        for line in lines:
-            wanted = min(each.version for each in owed if each.content is line)
+        oldest: dict[_Line, int] = {}
+        for owed in self._roster.owed():
+            oldest[owed.content] = min(owed.version, oldest.get(owed.content, owed.version))
+        self._lines = {k: line for k, line in self._lines.items() if line in oldest}
+        for line, wanted in oldest.items():
             held = [w.held for w in self._workers.values() if w.held and w.line is line]
             line.history.forget(min(held, default=line.history.version), wanted)

@@ -67,6 +67,8 @@ class ChunkedReceiver(ReceiverTransport):
 
     def __init__(self, context: TransportContext, scheme: Chunked) -> None:
         self._layout = context.layout
+        # That of the version before, which need not be read again.
+        self._known = context.layout
         self._chunk_nbytes = scheme.nbytes
         self._version: ChunkedVersion | None = None
         self._next = 0
@@ -95,9 +97,11 @@ class ChunkedReceiver(ReceiverTransport):
             version = self.keep(chunk)
             if chunk.index == version.count - 1:
                 self._version = None
-                return Payload.unpack(
-                    version.block, version.version, known=self._layout, since=self._since
+                payload = Payload.unpack(
+                    version.block, version.version, known=self._known, since=self._since
                 )
+                self._known = payload.layout
+                return payload
         return None
 
     def next_chunk(self, timeout: float) -> ReceivedChunk | None:
