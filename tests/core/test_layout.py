@@ -234,3 +234,10 @@ def test_a_payload_may_arrive_in_stretches(sizes: list[int], cuts: list[int]) ->
         return
     received = Payload.unpack(block, 1, digest=layout.digest)
     assert all(map(torch.equal, received.tensors, update.tensors))
+
+
+def test_a_known_header_is_not_read_again() -> None:
+    update = Update.of({"a": torch.ones(2)})
+    block = Block.of_bytes(Payload(1, update.layout, update.tensors).to_bytes())
+    assert block.read_layout(known=update.layout) is update.layout
+    assert block.read_layout(known=Layout.of({"b": torch.ones(2)})) == update.layout

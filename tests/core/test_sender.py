@@ -512,6 +512,12 @@ def test_an_error_says_which_workers_have_the_version(others: list[str], told: s
     )
 
 
+def test_a_report_is_complete_where_every_worker_has_the_version() -> None:
+    results = {0: WorkerResult(3, 0.1, 8), 1: WorkerResult(None, 0.1, 0, skipped=True)}
+    assert SendReport(3, 0.1, {0: results[0]}).complete
+    assert not SendReport(3, 0.1, results).complete
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "scheme", ["thread", "shm", Mailboxes()], ids=["thread", "shm", "mailboxes"]

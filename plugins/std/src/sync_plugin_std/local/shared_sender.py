@@ -10,8 +10,8 @@ While a thread waits in `send`, it waits for these events itself, and no other t
 Otherwise a worker that has answered also says ``look``, and the thread ``sync-sender`` reads the
 page. A worker may find that a thread waits just before it waits no longer. So it looks again after
 it has set its event; and the thread first notes that it no longer waits, and then takes the events
-for the last time. Both are calls on one event, so either the thread finds it set, or the worker
-finds that no thread waits.
+of workers that owe an answer for the last time. Both are calls on one event, so either the thread
+finds it set, or the worker finds that no thread waits.
 
 All else goes over the socket:
 
