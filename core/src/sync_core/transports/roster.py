@@ -193,14 +193,14 @@ class Roster:
 
         The answer of a receiver that another one has replaced changes nothing.
 
-        Returns:
-            The version that the worker is still owed, if that is newer than what it answered.
-
         Args:
             worker_id: the worker.
             reader: the receiver; None where the sender has called the worker, which may have any.
             answer: the answer, or the message that `Answer.to_message` made of it. A worker whose
                 message is not an answer is lost.
+
+        Returns:
+            The version that the worker is still owed, if that is newer than what it answered.
         """
         if not isinstance(answer, Answer):
             try:
