@@ -82,6 +82,8 @@ MISTAKES = {
         "worker.delivery.version == answer.version",
         "worker.delivery.version <= answer.version",
     ),
+    "what is owed after an answer is not said": ("owed.version <= answer.version", "True"),
+    "what was answered is owed": ("owed.version <= answer.version", "False"),
     "a late commit is not reported": ("elif answer.error is None:", "elif False:"),
     "a failure is reported as a commit": ("elif answer.error is None:", "else:"),
     "the result of a call does not count": (

@@ -96,13 +96,12 @@ class Roster:
             A delivery for each of them. Those to workers that were removed or lost have failed.
         """
         version, nbytes = publication.version, publication.nbytes
-        deliveries: dict[int, Delivery] = {}
+        deliveries = {i: Delivery(i, version, nbytes) for i in worker_ids}
         with self._lock:
             # Another thread may have removed some of them meanwhile.
-            if not self._closed and {*worker_ids} >= self._workers.keys():
+            if not self._closed and deliveries.keys() >= self._workers.keys():
                 self._owed_to_new = publication
-            for worker_id in worker_ids:
-                delivery = deliveries[worker_id] = Delivery(worker_id, version, nbytes)
+            for worker_id, delivery in deliveries.items():
                 worker = self._workers.get(worker_id)
                 if worker is None:
                     delivery.fail(WorkerError(worker_id, _CLOSED if self._closed else _REMOVED))
