@@ -28,6 +28,7 @@ class Sent:
     to_all: bool
     deliveries: dict[int, Delivery]
     withdrawn: bool = False
+    taken_back: bool = False
 
 
 @dataclass(eq=False)
@@ -61,17 +62,17 @@ class World:
     def owed(self, place: Place) -> Publication | None:
         """Return the newest version for a worker: its own, or the one to all before it came."""
         for sent in reversed(self.sent):
-            if place in sent.workers:
+            if place in sent.workers and not sent.taken_back:
                 return None if sent.withdrawn else sent.publication
         return self.newest_for_all(place.added_after)
 
     def newest_for_all(self, until: int) -> Publication | None:
-        to_all = [sent for sent in self.sent[:until] if sent.to_all]
+        to_all = [each for each in self.sent[:until] if each.to_all and not each.taken_back]
         return None if not to_all or to_all[-1].withdrawn else to_all[-1].publication
 
     def last_delivery(self, place: Place) -> Delivery | None:
         own = [sent for sent in self.sent if place in sent.workers]
-        return own[-1].deliveries[place.worker_id] if own else None
+        return own[-1].deliveries[place.worker_id] if own and not own[-1].taken_back else None
 
     def step(self) -> None:
         worker_id = self.random.choice(IDS)
@@ -79,6 +80,7 @@ class World:
         steps = [self.publish, self.answer, self.answer, self.connect, self.lose, self.again]
         steps += [self.fail] if self.random.random() < 0.3 else []
         steps += [self.remark] if self.random.random() < 0.3 else []
+        steps += [self.publish_in_vain] if self.random.random() < 0.2 else []
         steps += [self.withdraw] if self.random.random() < 0.2 else []
         steps += [self.close] if self.random.random() < 0.05 else []
         steps += [self.remove if place else self.add] * 2
@@ -111,6 +113,19 @@ class World:
             assert gone is None or gone in str(delivery.error)
             delivery.watch(lambda ended, error: self.ends.append((ended, error)))
         self.ends.clear()
+
+    def publish_in_vain(self, worker_id: int, place: Place | None) -> None:
+        before, count = self.roster.all_owed(), len(self.sent)
+        self.publish(worker_id, place)
+        if len(self.sent) == count:
+            return
+        for _ in range(self.random.randrange(3)):
+            changed = self.random.choice(IDS)
+            change = self.remove if changed in self.places else self.add
+            step = self.random.choice([change, self.answer, self.connect, self.lose])
+            step(changed, self.places.get(changed))
+        self.roster.withdraw(self.sent[-1].publication, before)
+        self.sent[-1].taken_back = True
 
     def publish_closed(self, worker_id: int, place: Place | None) -> None:
         delivery = self.roster.publish(Publication(99, 8), [worker_id])[worker_id]
@@ -229,7 +244,7 @@ class World:
         newest = None if self.closed else self.newest_for_all(len(self.sent))
         assert self.roster.owed_to_new is newest
         kept = {each for each in (*owed.values(), newest) if each is not None}
-        assert self.roster.owed() == kept
+        assert self.roster.owed() == set(self.roster.all_owed().values()) == kept
         besides = [i for i in self.places if self.random.random() < 0.5]
         rest = [owed[i] for i in owed if i not in besides]
         later = {each for each in (*rest, newest if rest else None) if each is not None}

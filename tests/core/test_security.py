@@ -173,7 +173,7 @@ class Served(ServingTransport[Peer]):
     def welcome(self, peer: Peer) -> None:
         self.tell(peer, {"type": "welcome"})
 
-    def offer(self, peer: Peer) -> None: ...
+    def offer_peer(self, peer: Peer) -> None: ...
 
     def handle(self, peer: Peer, message: Message) -> None:
         peer.seen = int(message["version"])

@@ -44,6 +44,16 @@ MISTAKES = {
     ),
     "a withdrawn version is still owed": ("if worker.owed is publication:", "if False:"),
     "every version is withdrawn": ("if worker.owed is publication:", "if True:"),
+    "workers are owed nothing again": ("owed = before or {}", "owed: dict = {}"),
+    "a new worker is owed what the one before was": (
+        "worker_id if worker.delivery else None",
+        "worker_id",
+    ),
+    "a version that was not offered is awaited": ("if before is None else None", ""),
+    "a withdrawn version is not awaited": (
+        "worker.delivery if before is None else None",
+        "None",
+    ),
     "a version is wanted again": ("owed.version <= after", "owed.version < after"),
     "only the next version is wanted": (
         "owed.version <= after",

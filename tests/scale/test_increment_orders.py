@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def ignore(worker_id: int, notice: Notice) -> None: ...
 class DamagingSender(LoopbackSender):
     """Changes a byte of every second increment on its way."""
 
-    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
         deliveries = super().send(payload, worker_ids)
         wanted = self.roster.wanted(worker_ids[0])
         if payload.base and payload.version % 2 and wanted is not None:

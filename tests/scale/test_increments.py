@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_bytes_between_tensors_do_not_matter_to_a_whole_version() -> None:
 
 def test_a_whole_version_that_is_damaged_on_its_way_is_an_error_once() -> None:
     class DamagingSender(LoopbackSender):
-        def send(self, payload: Payload, worker_ids: Any) -> dict[int, Delivery]:
+        def send(self, payload: Payload, worker_ids: Any) -> Mapping[int, Delivery]:
             deliveries = super().send(payload, worker_ids)
             wanted = self.roster.wanted(0)
             assert wanted is not None

@@ -164,12 +164,12 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             self._streams[peer.id] = WorkerStream(self)
         self.tell(peer, {"type": "welcome"})
 
-    def offer(self, peer: DistPeer) -> None:
+    def offer_peer(self, peer: DistPeer) -> None:
         """Tell the worker of the newest version meant for it."""
         newest = self._publisher.newest(peer.id)
         if peer.local:
             if all(slot.version != newest for slot in self._packed):
-                super().offer(peer)
+                super().offer_peer(peer)
         elif newest > max(peer.seen, peer.announced):
             peer.announced = newest
             self.tell(peer, {"type": "offer", "version": newest})
@@ -197,12 +197,12 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             stream.given_up(peer)
             peer.announced = 0
             self.tell(peer, {"type": "given_up"})
-            self.offer(peer)
+            self.offer_peer(peer)
         elif kind == "received":
             peer.seen = int(message["version"])
             self._publisher.give_back(peer)
             stream.received(peer)
-            self.offer(peer)
+            self.offer_peer(peer)
         else:
             raise ValueError(f"{kind!r} is not a message")
 

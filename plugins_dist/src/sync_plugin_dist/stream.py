@@ -485,6 +485,6 @@ class WorkerStream:
             self._asking.pop(peer, None)
             if self._office.tell(peer, {"type": "again"}):
                 peer.announced = 0
-                self._office.offer(peer)
+                self._office.offer_peer(peer)
         self._beginning_again = False
         self._advance()

@@ -53,7 +53,7 @@ class StreamOwner(ABC):
         """Send a message; False when the worker is gone."""
 
     @abstractmethod
-    def offer(self, peer: DistPeer) -> None:
+    def offer_peer(self, peer: DistPeer) -> None:
         """Tell the worker of the newest version, if it has not seen that."""
 
     @abstractmethod

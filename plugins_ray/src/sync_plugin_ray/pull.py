@@ -99,7 +99,7 @@ class PullSender(SenderTransport):
         self._owns_cluster = owns_cluster
         self._store = store
         self._lock = threading.Lock()
-        self._roster = Roster(context.worker_ids, context.notify)
+        self.roster = Roster(context.worker_ids, context.notify)
         # By worker; one that is known to be gone is left out.
         self._receivers: dict[int, _Receiver] = {}
         self._recent: deque[StoredVersion] = deque()
@@ -119,33 +119,34 @@ class PullSender(SenderTransport):
         del worker_id
         return MailboxEndpoint(self._mailbox)
 
-    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Put the payload once, make the calls, and let the mailbox offer it."""
+    def publish(self, payload: Payload) -> Publication:
+        """Put the payload once."""
         self._cluster.check()
-        return self._offer_stored(self._store.put(payload), worker_ids)
+        stored = self._store.put(payload)
+        return Publication(stored.version, stored.nbytes, stored)
 
-    def publish(self, stored: StoredVersion, worker_ids: Sequence[int]) -> None:
-        """Send a version that was put already, and whose deliveries are not awaited."""
-        for delivery in self._offer_stored(stored, worker_ids).values():
+    def repeat(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        """Send what another transport has published, and wait for no delivery."""
+        for delivery in self.roster.publish(publication, worker_ids).values():
             delivery.watch(self._committed)
+        self.offer(publication, worker_ids)
 
     def _committed(self, delivery: Delivery, error: WorkerError | None) -> None:
         if error is None:
             self._notify(delivery.worker_id, Notice("acknowledged", delivery.version))
 
-    def _offer_stored(
-        self, stored: StoredVersion, worker_ids: Sequence[int]
-    ) -> dict[int, Delivery]:
-        publication = Publication(stored.version, stored.nbytes, stored)
+    def offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        """Make the calls, and let the mailbox offer the version."""
+        stored: StoredVersion = publication.content
         calls = []
         with self._lock:
             receivers = {i: self._receivers[i] for i in worker_ids if i in self._receivers}
-            # They may find an older version before.
-            behind = [i for i, receiver in receivers.items() if self._owes(i, receiver)]
-            deliveries = self._roster.publish(publication, worker_ids)
             for worker_id, receiver in receivers.items():
-                call = self._hand(worker_id, receiver, 0.0 if worker_id in behind else _WAITING)
-                if call is not None and worker_id in behind:
+                # It may find an older version before.
+                handed = receiver.handed
+                behind = handed is not None and handed.version > receiver.answered
+                call = self._hand(worker_id, receiver, 0.0 if behind else _WAITING)
+                if call is not None and behind:
                     calls.append(call)
             self._recent.append(stored)
             while len(self._recent) > min(_RECENT, _RECENT_BYTES // stored.nbytes):
@@ -156,14 +157,13 @@ class PullSender(SenderTransport):
             ray.wait(calls, num_returns=len(calls), timeout=_INFORMING)
         # The thread may be waiting for events only; now there is a worker that may die.
         self._events.put(_nothing)
-        return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker."""
         del worker
         self._cluster.check()
         with self._lock:
-            self._roster.add(worker_id)
+            self.roster.add(worker_id)
             informing = self._update_mailbox({worker_id: self._token_of(worker_id)})
         # Its receiver must find the mailbox informed.
         ray.get(informing, timeout=self._timeout)
@@ -171,7 +171,7 @@ class PullSender(SenderTransport):
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, and let it know."""
         with self._lock:
-            self._roster.remove(worker_id)
+            self.roster.remove(worker_id)
             self._receivers.pop(worker_id, None)
             if self._cluster.connected:
                 self._update_mailbox()
@@ -186,7 +186,7 @@ class PullSender(SenderTransport):
     def _end(self) -> None:
         if self._cluster.connected:
             with self._lock:
-                self._roster.close()
+                self.roster.close()
                 self._receivers.clear()
                 self._recent.clear()
             # Receivers that ask from now on find the actor dead, which says the same.
@@ -204,9 +204,9 @@ class PullSender(SenderTransport):
         return self._mailbox.update.remote(self._updates, self._offers(), met, tokens)
 
     def _offers(self) -> dict[int, MailboxOffer | None]:
-        offers: dict[int, MailboxOffer | None] = dict.fromkeys(self._roster.worker_ids)
+        offers: dict[int, MailboxOffer | None] = dict.fromkeys(self.roster.worker_ids)
         for worker_id in offers:
-            receiver, wanted = self._receivers.get(worker_id), self._roster.wanted(worker_id)
+            receiver, wanted = self._receivers.get(worker_id), self.roster.wanted(worker_id)
             if wanted is not None and not (receiver and receiver.group):
                 offers[worker_id] = _offer(wanted)
         return offers
@@ -276,7 +276,7 @@ class PullSender(SenderTransport):
         worker_id = event.worker_id
         receiver = _Receiver(event.reader, event.pid, event.actor, event.group)
         with self._lock:
-            if not self._roster.connected(worker_id, receiver.name):
+            if not self.roster.connected(worker_id, receiver.name):
                 return
             self._receivers[worker_id] = receiver
             self._hand(worker_id, receiver, _WAITING)
@@ -295,20 +295,20 @@ class PullSender(SenderTransport):
             else:
                 # Another receiver may come where Ray restarts the actor, which a probe tells.
                 lost = WorkerLostError(worker_id, reason)
-                self._roster.failed(worker_id, receiver.name, 0, lost)
+                self.roster.failed(worker_id, receiver.name, 0, lost)
 
     def _lost(self, worker_id: int, receiver: _Receiver, reason: str) -> None:
         """Forget a receiver that is gone, with the lock held."""
-        self._roster.lost(worker_id, receiver.name, reason)
+        self.roster.lost(worker_id, receiver.name, reason)
         if self._receivers.get(worker_id) is receiver:
             del self._receivers[worker_id]
 
     def _lose_all(self, reason: str) -> None:
         """Report every worker as lost, also one that has not connected."""
         with self._lock:
-            for worker_id in self._roster.worker_ids:
+            for worker_id in self.roster.worker_ids:
                 receiver = self._receivers.get(worker_id)
-                self._roster.lost(worker_id, None if receiver is None else receiver.name, reason)
+                self.roster.lost(worker_id, None if receiver is None else receiver.name, reason)
 
     def _died(self, worker_id: int, receiver: _Receiver, error: BaseException | None) -> bool:
         """Return whether a call failed because its actor is dead, which the worker is then, too.
@@ -325,7 +325,7 @@ class PullSender(SenderTransport):
         self, worker_id: int, receiver: _Receiver, version: int, answer: Mapping[str, Any]
     ) -> None:
         receiver.answered = max(receiver.answered, version)
-        self._roster.answered(worker_id, receiver.name, answer)
+        self.roster.answered(worker_id, receiver.name, answer)
 
     def _hand(self, worker_id: int, receiver: _Receiver, patience: float) -> Any | None:
         """Call a receiver with the newest version for its worker, with the lock held.
@@ -339,7 +339,7 @@ class PullSender(SenderTransport):
             The call; None for a receiver that asks, has it, or has two calls under way, the first
             of which to return makes this one.
         """
-        publication = self._roster.wanted(worker_id)
+        publication = self.roster.wanted(worker_id)
         if not receiver.group or publication is None or receiver.handed is publication:
             return None
         if len(receiver.calls) == _CALLS:
@@ -395,10 +395,10 @@ class PullSender(SenderTransport):
         self, worker_id: int, receiver: _Receiver, publication: Publication, reason: str
     ) -> None:
         error = WorkerError(worker_id, reason)
-        self._roster.failed(worker_id, receiver.name, publication.version, error)
+        self.roster.failed(worker_id, receiver.name, publication.version, error)
 
     def _put_again(self, worker_id: int, receiver: _Receiver, event: Event) -> None:
-        publication = self._roster.wanted(worker_id)
+        publication = self.roster.wanted(worker_id)
         if publication is None or publication.version != event.version:
             return
         try:
@@ -427,7 +427,7 @@ class PullSender(SenderTransport):
 
     def _owes(self, worker_id: int, receiver: _Receiver) -> bool:
         """Return whether a receiver has not answered about the newest version for its worker."""
-        return self._roster.wanted(worker_id, after=receiver.answered) is not None
+        return self.roster.wanted(worker_id, after=receiver.answered) is not None
 
     def _probe_silent_actors(self) -> None:
         # The call waits until the actor has time for it, or fails at once when there is none.

@@ -18,6 +18,7 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
+from sync_core.transports import Publication
 from sync_plugin_ray import liveness
 from sync_plugin_ray.actor_side import deliver
 from sync_plugin_ray.cluster import Cluster
@@ -74,23 +75,24 @@ class PushSender(CallingTransport):
             self._mailbox = PullSender(context, self._cluster, self._store, owns_cluster=False)
             with self.lock:
                 if (newest := self.roster.owed_to_new) is not None:
-                    self._mailbox.publish(newest.content, list(self.workers))
+                    self._mailbox.repeat(newest, list(self.workers))
                 for each in self.workers:
                     if (wanted := self.roster.wanted(each)) not in (None, newest):
-                        self._mailbox.publish(wanted.content, [each])
+                        self._mailbox.repeat(wanted, [each])
         return self._mailbox.address(worker_id)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Put the payload once, and call every actor that is not busy."""
         self._cluster.check()
         published = self._store.put(payload)
-        deliveries = self.offer(payload, published, worker_ids)
+        deliveries = self.send_published(payload, published, worker_ids)
         for worker_id, delivery in deliveries.items():
             worker = self.workers.get(worker_id)
             if worker is not None and not worker.introduced:
                 delivery.remark = _NOT_STARTED
         if self._mailbox is not None:
-            self._mailbox.publish(published, worker_ids)
+            publication = Publication(payload.version, payload.nbytes, published)
+            self._mailbox.repeat(publication, worker_ids)
         return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:

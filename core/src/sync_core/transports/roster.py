@@ -111,14 +111,33 @@ class Roster:
                     delivery.fail(WorkerLostError(worker_id, worker.lost))
         return deliveries
 
-    def withdraw(self, publication: Publication) -> None:
-        """Owe a version to no worker any more, such as one whose packing was interrupted."""
+    def withdraw(
+        self, publication: Publication, before: Mapping[int | None, Publication] | None = None
+    ) -> None:
+        """Owe a version to no worker any more, such as one whose packing was interrupted.
+
+        Args:
+            publication: the version.
+            before: of a version that could not be offered, what `all_owed` returned before it was
+                published, which workers are owed again. A worker that commits the version all the
+                same is reported by a notice.
+        """
+        owed = before or {}
         with self._lock:
             if self._owed_to_new is publication:
-                self._owed_to_new = None
-            for worker in self._workers.values():
+                self._owed_to_new = owed.get(None)
+            for worker_id, worker in self._workers.items():
                 if worker.owed is publication:
-                    worker.owed = None
+                    # One without a delivery was added after it was published.
+                    worker.owed = owed.get(worker_id if worker.delivery else None)
+                    worker.delivery = worker.delivery if before is None else None
+
+    def all_owed(self) -> dict[int | None, Publication]:
+        """Return what each worker is owed, and under None what workers added later are owed."""
+        with self._lock:
+            owed: dict[int | None, Publication | None] = {None: self._owed_to_new}
+            owed.update((i, worker.owed) for i, worker in self._workers.items())
+            return {i: each for i, each in owed.items() if each is not None}
 
     def wanted(self, worker_id: int, after: int = 0) -> Publication | None:
         """Return the version that a worker is owed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import traceback
@@ -23,7 +24,10 @@ from sync_core.errors import (
 from sync_core.printable import printable
 
 if TYPE_CHECKING:
+    from sync_core.transports.roster import Publication, Roster
     from sync_core.weights.payload import Payload, Update
+
+_log = logging.getLogger("sync_core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,12 +367,28 @@ class closed_if_it_fails:  # noqa: N801 - it is used as `contextlib.suppress` is
                 transport.close()
 
 
+def _forget_old(transport: SenderTransport, before: set[Publication]) -> None:
+    for publication in before - transport.roster.owed():
+        try:
+            transport.forget(publication)
+        except Exception as error:
+            _log.warning("version %d could not be deleted: %r", publication.version, error)
+
+
 class SenderTransport(ABC):
     """The sender's side of a transport; one serves all workers of a sender.
 
+    A transport gives itself a `roster`, and writes `address`, `publish`, `offer` and `close`. Its
+    threads report to the roster what they hear: `Roster.connected`, `Roster.answered`,
+    `Roster.lost`. A transport that keeps its own table of workers writes `send`, `add_worker` and
+    `remove_worker` instead of `publish` and `offer`, and needs no roster.
+
     Methods are called by one thread at a time. A worker that joins late or comes back is given,
-    without a further call, the newest version that was meant for it or for all.
+    without a further call of `send`, the newest version that was meant for it or for all.
     """
+
+    #: Decides what each worker is owed: ``Roster(context.worker_ids, context.notify)``.
+    roster: Roster
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Register the transport with an enclosing `closed_if_it_fails`."""
@@ -387,14 +407,45 @@ class SenderTransport(ABC):
         An ``endpoint_type`` may be any type; receivers refuse an endpoint of another one.
         """
 
-    @abstractmethod
+    def publish(self, payload: Payload) -> Publication:
+        """Put a version once, for any number of workers.
+
+        The payload's tensors are the trainer's own: they must have been read when this returns.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither publish nor send")
+
+    def offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        """Let workers know of a version that was published, without waiting for them.
+
+        Args:
+            publication: the version.
+            worker_ids: those of its workers that can be reached; or one that was added.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither offer nor send")
+
+    def forget(self, publication: Publication) -> None:  # noqa: B027 - memory needs no call
+        """Delete a version that no worker is owed any more, after the next one was offered.
+
+        An exception is logged. `close` deletes what is left.
+        """
+
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
         """Start delivering a version to some workers, without waiting for them.
 
-        The payload's tensors are the trainer's own: they must have been read when this returns.
         A worker that is known to be dead gets a failed delivery at once. Without workers, the
         version is for those that join later.
         """
+        publication = self.publish(payload)
+        before = self.roster.all_owed()
+        deliveries = self.roster.publish(publication, worker_ids)
+        try:
+            self.offer(publication, [i for i in worker_ids if not deliveries[i].ended])
+        except BaseException:
+            self.roster.withdraw(publication, before)
+            raise
+        finally:
+            _forget_old(self, {publication, *before.values()})
+        return deliveries
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
         """Wait until these deliveries have ended, or the timeout is over.
@@ -408,18 +459,40 @@ class SenderTransport(ABC):
         """
         wait_for_each(deliveries, timeout)
 
-    @abstractmethod
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Serve one more worker.
+        """Serve one more worker, and offer it the newest version that went to all.
 
         Args:
             worker_id: its id.
             worker: its handle, where the sender was given ``workers``.
         """
+        del worker
+        owed = self.roster.add(worker_id)
+        if owed is not None:
+            self.offer(owed, [worker_id])
 
-    @abstractmethod
+    def connected(self, worker_id: int, reader: object) -> bool:
+        """Let a receiver take a worker's place, and offer it the version that the worker is owed.
+
+        Called by the transport's own thread where receivers connect and do not ask for versions.
+
+        Args:
+            worker_id: the worker.
+            reader: see `Roster.connected`.
+
+        Returns:
+            False where there is no such worker.
+        """
+        known = self.roster.connected(worker_id, reader)
+        if known and (owed := self.roster.wanted(worker_id)) is not None:
+            self.offer(owed, [worker_id])
+        return known
+
     def remove_worker(self, worker_id: int) -> None:
         """Stop serving a worker and forget it."""
+        before = self.roster.owed()
+        self.roster.remove(worker_id)
+        _forget_old(self, before)
 
     @abstractmethod
     def close(self) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakValueDictionary
 
 from sync_core import (
     Address,
     Answer,
-    Delivery,
     Payload,
     ReceiverTransport,
     SenderLostError,
@@ -64,21 +62,15 @@ class LoopbackSender(SenderTransport):
         del worker_id
         return self._name
 
-    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+    def publish(self, payload: Payload) -> Publication:
         """Copy once for all."""
         block = Block.allocate(payload.nbytes)
         payload.pack(block)
         copy = Payload.unpack(block, payload.version)
-        return self.roster.publish(Publication(copy.version, copy.nbytes, copy), worker_ids)
+        return Publication(copy.version, copy.nbytes, copy)
 
-    def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Offer it what went to all."""
-        del worker
-        self.roster.add(worker_id)
-
-    def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker."""
-        self.roster.remove(worker_id)
+    def offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        """Do nothing: receivers ask the roster."""
 
     def close(self) -> None:
         """Release the memory; receivers find that this transport is closed."""

@@ -189,7 +189,7 @@ class _Passing:
         if chunk.index < version.count - 1:
             self._downstream.send_ahead(version, chunk.index + 1, self._worker_ids)
         else:
-            _Answering(self._upstream, self._downstream.publish(version, self._worker_ids))
+            _Answering(self._upstream, self._downstream.send_packed(version, self._worker_ids))
 
 
 class _Answering:

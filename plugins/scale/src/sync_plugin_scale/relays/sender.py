@@ -90,7 +90,7 @@ class ChunkedSender(SenderTransport):
             for done in payload.pack_in_steps(version.block):
                 if done < payload.nbytes:
                     self.send_ahead(version, done // self._chunk_nbytes, worker_ids)
-            return self.publish(version, worker_ids)
+            return self.send_packed(version, worker_ids)
         except BaseException:
             self._withdraw(version)
             raise
@@ -111,7 +111,9 @@ class ChunkedSender(SenderTransport):
                 for worker_id in worker_ids:
                     self._continue(worker_id, version)
 
-    def publish(self, version: ChunkedVersion, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+    def send_packed(
+        self, version: ChunkedVersion, worker_ids: Sequence[int]
+    ) -> dict[int, Delivery]:
         """Owe these workers a version of which all chunks are there, and send the rest of them."""
         with self._lock:
             version.available = version.count

@@ -243,9 +243,9 @@ class CallingTransport(SenderTransport):
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Publish the version once, and call every worker that is not busy."""
-        return self.offer(payload, self.publish(payload), worker_ids)
+        return self.send_published(payload, self.publish(payload), worker_ids)
 
-    def offer(
+    def send_published(
         self, payload: Payload, content: Any, worker_ids: Sequence[int]
     ) -> dict[int, Delivery]:
         """Call workers with a version that was published, now or when they are not busy."""

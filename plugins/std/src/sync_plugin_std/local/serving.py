@@ -117,7 +117,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
         """Answer the hello of a worker, by a first message."""
 
     @abstractmethod
-    def offer(self, peer: PeerT) -> None:
+    def offer_peer(self, peer: PeerT) -> None:
         """Let the worker know of the newest version meant for it, if it has not seen that."""
 
     @abstractmethod
@@ -159,7 +159,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             for worker_id in worker_ids:
                 peer = self._peers.get(worker_id)
                 if peer is not None:
-                    self.offer(peer)
+                    self.offer_peer(peer)
 
     def tell(self, peer: PeerT, message: Message, descriptors: Sequence[int] = ()) -> bool:
         """Send a message; False when the worker is gone, which is then known."""
@@ -288,7 +288,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._say_gone(replaced, "another receiver was given the same address")
         self._peers[worker_id] = peer
         self.welcome(peer)
-        self.offer(peer)
+        self.offer_peer(peer)
 
     def refuse(self, peer: PeerT, reason: str) -> None:
         """End the connection of a worker that cannot be served, and let it know why."""

@@ -254,7 +254,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
         else:
             raise ValueError(f"{kind!r} is not a message")
 
-    def offer(self, peer: PeerT) -> None:
+    def offer_peer(self, peer: PeerT) -> None:
         """Offer the newest version meant for a worker, in place of what it has not accepted."""
         assert peer.worker_id is not None
         if peer.control is None or (peer.offered is not None and not self._revoke(peer)):
@@ -383,7 +383,7 @@ class SharedMemorySender(ServingTransport[PeerT]):
     def _offer_again(self, peer: PeerT) -> None:
         # Another receiver may have taken its place.
         if peer.worker_id is not None and self._peers.get(peer.worker_id) is peer:
-            self.offer(peer)
+            self.offer_peer(peer)
 
     def _notice_end(self) -> None:
         """Wake the thread that waits for answers, unless this is it."""

@@ -16,7 +16,6 @@ from sync_core import (
     Answer,
     ApplyContext,
     BindContext,
-    Delivery,
     ModelError,
     Payload,
     ReceiverTransport,
@@ -154,29 +153,19 @@ class NoneSender(SenderTransport):
         del worker_id
         return self._name
 
-    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+    def publish(self, payload: Payload) -> Publication:
+        """Keep the trainer's tensors."""
+        return Publication(payload.version, 0, payload)
+
+    def offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
         """Count the version as committed."""
-        deliveries = self.roster.publish(Publication(payload.version, 0, payload), worker_ids)
-        for delivery in deliveries.values():
-            if not delivery.ended:
-                delivery.acknowledge()
-        return deliveries
+        for worker_id in worker_ids:
+            self.roster.answered(worker_id, None, Answer(version=publication.version))
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Serve one more worker, which acts with the same object."""
+        """Serve one more worker, which has each version once it has connected."""
         del worker
         self.roster.add(worker_id)
-
-    def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker."""
-        self.roster.remove(worker_id)
-
-    def joined(self, worker_id: int, reader: object) -> None:
-        """Report a worker as connected and current: it acts with the same object."""
-        self.roster.connected(worker_id, reader)
-        wanted = self.roster.wanted(worker_id)
-        if wanted is not None:
-            self.roster.answered(worker_id, reader, Answer(version=wanted.version))
 
     def close(self) -> None:
         """Release the trainer's tensors."""
@@ -193,7 +182,7 @@ class NoneReceiver(ReceiverTransport):
         self._worker_id = context.worker_id
         self._seen = 0
         if self._sender is not None:
-            self._sender.joined(self._worker_id, self)
+            self._sender.connected(self._worker_id, self)
 
     def receive(self, timeout: float) -> Payload | None:
         """The newest version, at once or never."""

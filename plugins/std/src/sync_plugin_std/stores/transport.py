@@ -10,16 +10,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from types import MappingProxyType
 from typing import Any
 
 from sync_core import (
     Answer,
     ClosedError,
-    Delivery,
     Layout,
     Payload,
     ReceiverTransport,
@@ -269,7 +267,7 @@ class StoreSender(SenderTransport):
     ) -> None:
         self._records = Records(store, context)
         self._versions = self._records if versions is None else versions
-        self._roster = Roster(context.worker_ids, context.notify)
+        self.roster = Roster(context.worker_ids, context.notify)
         self._options = options
         self._beats = 0
         # Lets a later sender recognise records of a process that has ended.
@@ -291,16 +289,16 @@ class StoreSender(SenderTransport):
         self._removed = False
         self._thread = threading.Thread(target=self._watch, name="sync-store", daemon=True)
         with uninterrupted():
-            self._pulse = Pulse(self._publish, options.lost_after / SIGNS)
+            self._pulse = Pulse(self._write_record, options.lost_after / SIGNS)
             self._thread.start()
         # Last, as `close` removes it.
-        self._publish()
+        self._write_record()
 
     def address(self, worker_id: int) -> None:
         """Nothing: the token, which every address has, leads to the records."""
 
-    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Put the weights once, then name the workers that they are for."""
+    def publish(self, payload: Payload) -> Publication:
+        """Put the weights once."""
         version = payload.version
         with self._lock:
             self._written[version] = None
@@ -310,14 +308,17 @@ class StoreSender(SenderTransport):
                 self._versions.delete_version(version)
                 raise ClosedError("the sender is closed")
             publication = self._written[version] = Publication(version, payload.nbytes, digest)
-            # First: where this fails, each worker is still owed the version before.
-            self._publish(dict.fromkeys(worker_ids, publication))
             # A worker that was lost may have come back, which `_watch` finds out.
-            self._roster.expect(worker_ids)
-            deliveries = self._roster.publish(publication, worker_ids)
+            self.roster.expect(self.roster.worker_ids)
+        return publication
+
+    def offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        """Name the version that each worker is owed."""
+        del publication, worker_ids
+        with self._lock:
+            self._write_record()
             self._remove_old()
             self._changed.notify()
-        return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
         """Serve one more worker, which wants what went to all."""
@@ -327,16 +328,16 @@ class StoreSender(SenderTransport):
             self._records.delete(worker_record(worker_id))
             self._served.add(worker_id)
             self._heard[worker_id] = _Heard(Watch(self._options.lost_after))
-            self._roster.add(worker_id)
-            self._publish()
+            self.roster.add(worker_id)
+            self._write_record()
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, which learns it by the record."""
         with self._lock:
             del self._heard[worker_id]
-            self._roster.remove(worker_id)
+            self.roster.remove(worker_id)
             self._removed_last.append(worker_id)
-            self._publish()
+            self._write_record()
 
     def close(self) -> None:
         """End the threads, and remove all that is in the store."""
@@ -344,7 +345,7 @@ class StoreSender(SenderTransport):
             if self._removed:
                 return
             self._closed = True
-            self._roster.close()
+            self.roster.close()
             self._changed.notify()
         self._pulse.end()
         if threading.current_thread() is not self._thread:
@@ -357,13 +358,13 @@ class StoreSender(SenderTransport):
             self._versions.delete_version(version)
         self._removed = True
 
-    def _publish(self, sent: Mapping[int, Publication] = MappingProxyType({})) -> None:
-        """Write the record, with the version that each worker is owed, or is being sent."""
+    def _write_record(self) -> None:
+        """Write the record, with the version that each worker is owed."""
         with self._lock:
             if self._closed:
                 return
             self._beats += 1
-            owed = {i: sent.get(i) or self._roster.wanted(i) for i in self._roster.worker_ids}
+            owed = {i: self.roster.wanted(i) for i in self.roster.worker_ids}
             written = [each for each in self._written.values() if each is not None]
             record = {
                 "beats": self._beats,
@@ -376,7 +377,7 @@ class StoreSender(SenderTransport):
     def _remove_old(self) -> None:
         """Remove the versions that are not needed, and what failed sends have written."""
         written = [each for each in self._written.values() if each is not None]
-        needed = {*written[-self._options.keep :], *self._roster.owed()}
+        needed = {*written[-self._options.keep :], *self.roster.owed()}
         for version, publication in tuple(self._written.items()):
             if publication in needed:
                 continue
@@ -395,7 +396,7 @@ class StoreSender(SenderTransport):
             with self._lock:
                 if self._closed:
                     return
-                heard, looked_at = dict(self._heard), self._roster.awaited()
+                heard, looked_at = dict(self._heard), self.roster.awaited()
             if time.monotonic() >= due:
                 due = time.monotonic() + self._options.lost_after / SIGNS
                 looked_at = set(heard)
@@ -404,7 +405,7 @@ class StoreSender(SenderTransport):
             with self._lock:
                 # A send may have begun, or all have ended, since the records were looked at.
                 if not self._closed:
-                    waits = self._roster.awaited()
+                    waits = self.roster.awaited()
                     self._changed.wait(
                         self._options.poll if waits else max(0.0, due - time.monotonic())
                     )
@@ -424,9 +425,9 @@ class StoreSender(SenderTransport):
                 # Whatever a worker has written there costs its own place at most.
                 reason = f"has written no record of ours: {error!r:.300}"
             if reason is None:
-                self._roster.expect([worker_id])
+                self.roster.expect([worker_id])
             else:
-                self._roster.lost(worker_id, heard.owner, reason)
+                self.roster.lost(worker_id, heard.owner, reason)
 
     def _hear(self, worker_id: int, heard: _Heard, record: dict[str, Any] | None) -> str | None:
         """Report what a worker's record says; return why it is lost, or None where it is not."""
@@ -435,9 +436,9 @@ class StoreSender(SenderTransport):
         owner, answer = str(record["owner"]), record["answer"]
         if owner != heard.owner:
             heard.owner, heard.answer = owner, None
-            self._roster.connected(worker_id, owner)
+            self.roster.connected(worker_id, owner)
         if answer is not None and answer != heard.answer:
-            self._roster.answered(worker_id, owner, Answer.from_message(answer))
+            self.roster.answered(worker_id, owner, Answer.from_message(answer))
             heard.answer = answer
         who = f"its process {record['process']} on {record['host']}"
         if record["beats"] < 0:
