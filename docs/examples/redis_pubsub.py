@@ -8,7 +8,7 @@ Keys hold the version that each worker should have, and its bytes. Messages only
 has changed, so a message that is lost costs `TICK` seconds, and no version. Redis ends the
 subscription of a process that dies, by which the other end notices it. Names begin with a digest
 of the sender's token, which itself is not written to Redis; that a client may connect at all is for
-Redis's own passwords. A Redis string holds 512 MB at most, and so does a version here.
+Redis's own passwords. A value in Redis has 512 MB at most, and so has a version here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import redis
 import torch
 
 import sync_core
-from sync_core import Answer, Delivery, Payload, TransportContext, hookimpl
+from sync_core import Answer, Payload, TransportContext, hookimpl
 from sync_core.errors import SenderLostError
 from sync_core.transports import Block, Publication, Roster
 
@@ -78,22 +78,18 @@ class Connection:
             options.url, socket_timeout=context.timeout, socket_connect_timeout=context.timeout
         )
         folder = f"sync-{hashlib.sha256(context.token.encode()).hexdigest()[:32]}"
-        #: A hash: worker id to the version that it should have, 0 for none yet.
-        self.wanted = f"{folder}:wanted"
-        #: A hash: worker id to the receiver that has its place.
-        self.owners = f"{folder}:owners"
+        #: Hashes: a version to its bytes; a worker to the version that it should have, 0 for none
+        #: yet; a worker to the name of the receiver that has its place.
+        self.weights, self.wanted, self.owners = (
+            f"{folder}:{name}" for name in ("weights", "wanted", "owners")
+        )
         #: The channel to all workers, and the one to the sender.
-        self.news = f"{folder}:news"
-        self.answers = f"{folder}:answers"
+        self.news, self.answers = f"{folder}:news", f"{folder}:answers"
         self._folder = folder
 
-    def weights(self, version: int) -> str:
-        """Return the key of a version's bytes."""
-        return f"{self._folder}:weights:{version}"
-
-    def own(self, owner: str) -> str:
+    def own(self, receiver: str) -> str:
         """Return the channel that one receiver alone is subscribed to, as long as it lives."""
-        return f"{self._folder}:receiver:{owner}"
+        return f"{self._folder}:receiver:{receiver}"
 
     def lives(self, channel: str) -> bool:
         """Return whether a process is subscribed to a channel."""
@@ -117,27 +113,18 @@ class Connection:
         return subscription
 
 
-@dataclass(frozen=True)
-class Owner:
-    """The receiver that has a worker's place: its name, and a clause about its process."""
-
-    name: str
-    process: str
-
-
 class RedisSender(sync_core.SenderTransport):
     """Puts a version once, and reads the answers on its own thread."""
 
     def __init__(self, context: TransportContext, connection: Connection) -> None:
-        self._redis = connection
-        self._roster = Roster(context.worker_ids, context.notify)
-        self._owners: dict[int, Owner] = {}
-        self._kept: set[int] = set()
-        # Reentrant, as the garbage collector may close the transport in a thread that holds it.
-        self._lock = threading.RLock()
+        self.roster = Roster(context.worker_ids, context.notify)
+        self._keys, self._redis = connection, connection.client
+        # By worker, the name of its receiver, and a clause about the process of that.
+        self._receivers: dict[int, tuple[str, str]] = {}
         self._closed = False
-        self._write()
-        self._subscription = connection.subscribe(connection.answers)
+        for worker_id in context.worker_ids:
+            self._redis.hset(connection.wanted, str(worker_id), 0)
+        self._answers = connection.subscribe(connection.answers)
         self._thread = threading.Thread(target=self._listen, name="sync-redis", daemon=True)
         self._thread.start()
 
@@ -145,136 +132,110 @@ class RedisSender(sync_core.SenderTransport):
         """Return nothing: the token, which every address has, leads to the keys."""
         del worker_id
 
-    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Put the weights, then the version that each worker should have."""
-        self._redis.client.set(self._redis.weights(payload.version), payload.to_bytes())
-        with self._lock:
-            self._kept.add(payload.version)
-            self._roster.expect(i for i in worker_ids if self._succeeded(i))
-            publication = Publication(payload.version, payload.nbytes)
-            deliveries = self._roster.publish(publication, worker_ids)
-            self._write()
-        return deliveries
+    def publish(self, payload: Payload) -> Publication:
+        """Put the weights."""
+        self._redis.hset(self._keys.weights, str(payload.version), payload.to_bytes())
+        return Publication(payload.version, payload.nbytes)
+
+    def offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
+        """Write the version that workers should have, and wake them."""
+        with self._redis.pipeline() as commands:  # all of it, or nothing
+            for worker_id in worker_ids:
+                commands.hset(self._keys.wanted, str(worker_id), publication.version)
+            commands.publish(self._keys.news, "")
+            commands.execute()
+
+    def forget(self, publication: Publication) -> None:
+        """Delete the weights."""
+        self._redis.hdel(self._keys.weights, str(publication.version))
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Serve one more worker, which wants the newest version that went to all."""
-        del worker
-        with self._lock:
-            self._roster.add(worker_id)
-            self._redis.client.hdel(self._redis.owners, str(worker_id))
-            self._write()
+        """Serve one more worker, of which no receiver is known yet."""
+        self._redis.hdel(self._keys.owners, str(worker_id))
+        self._redis.hset(self._keys.wanted, str(worker_id), 0)
+        super().add_worker(worker_id, worker)
 
     def remove_worker(self, worker_id: int) -> None:
         """Forget a worker, whose receiver finds that."""
-        with self._lock:
-            self._roster.remove(worker_id)
-            self._owners.pop(worker_id, None)
-            self._redis.client.hdel(self._redis.wanted, str(worker_id))
-            self._redis.client.publish(self._redis.news, "")
+        super().remove_worker(worker_id)
+        self._redis.hdel(self._keys.wanted, str(worker_id))
+        self._redis.publish(self._keys.news, "")
 
     def close(self) -> None:
-        """Remove every key, and end the thread."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._roster.close()
-            keys = [self._redis.weights(version) for version in self._kept]
-            self._redis.client.delete(self._redis.wanted, self._redis.owners, *keys)
-            self._redis.client.publish(self._redis.news, "")
-            self._redis.client.publish(self._redis.answers, "null")
+        """Delete every key, and end the thread."""
+        if self._closed:
+            return
+        self._closed = True
+        self.roster.close()
+        self._redis.delete(self._keys.weights, self._keys.wanted, self._keys.owners)
+        self._redis.publish(self._keys.news, "")
+        self._redis.publish(self._keys.answers, "null")
         if threading.current_thread() is not self._thread:
             self._thread.join(10.0)
-        self._redis.client.close()
-
-    def _write(self) -> None:
-        """Write what each worker should have, wake them, and remove versions no worker wants."""
-        owed = {i: self._roster.wanted(i) for i in self._roster.worker_ids}
-        wanted = {str(i): each.version if each else 0 for i, each in owed.items()}
-        needed = {publication.version for publication in self._roster.owed()}
-        with self._redis.client.pipeline() as commands:  # all of it, or nothing
-            if wanted:
-                commands.hset(self._redis.wanted, mapping=wanted)
-            for version in self._kept - needed:
-                commands.delete(self._redis.weights(version))
-            commands.publish(self._redis.news, "")
-            commands.execute()
-        self._kept &= needed
+        self._redis.close()
 
     def _listen(self) -> None:
         looked = time.monotonic()
-        with self._subscription:
+        with self._answers:
             while not self._closed:
                 try:
-                    message = self._subscription.get_message(timeout=TICK)
+                    message = self._answers.get_message(timeout=TICK)
                     if message is not None:
                         self._hear(json.loads(message["data"]))
                     if time.monotonic() - looked > TICK:
                         looked = time.monotonic()
                         self._look()
                 except redis.RedisError as error:
-                    with self._lock:
-                        for worker_id, owner in self._owners.items():
-                            reason = f"cannot be heard, as Redis is gone: {error}"
-                            self._roster.lost(worker_id, owner.name, reason)
+                    for worker_id, (receiver, _) in self._receivers.items():
+                        reason = f"cannot be heard, as Redis is gone: {error}"
+                        self.roster.lost(worker_id, receiver, reason)
                     return
 
     def _hear(self, message: dict[str, Any] | None) -> None:
-        """Take a message of a receiver; one that has lost its place is not heard."""
-        with self._lock:
-            if message is None or message["worker"] not in self._roster.worker_ids:
-                return
-            worker_id, owner = message["worker"], message["owner"]
-            if message["kind"] == "connected":
-                # It finds the version that is on its way by the key, and answers for it.
-                self._owners[worker_id] = Owner(owner, message["process"])
-                self._roster.connected(worker_id, owner)
-            elif message["kind"] == "answer":
-                self._roster.answered(worker_id, owner, message["answer"])
-            elif (known := self._owners.get(worker_id)) and not self._succeeded(worker_id):
-                self._roster.lost(worker_id, owner, f"{known.process} {message['reason']}")
+        """Take a message of a receiver; the roster ignores one that has lost its place."""
+        if message is None:
+            return
+        worker_id, receiver = message["worker"], message["receiver"]
+        if "answer" in message:
+            self.roster.answered(worker_id, receiver, message["answer"])
+        elif "left" in message:
+            self.roster.lost(worker_id, receiver, message["left"])
+        elif self.roster.connected(worker_id, receiver):
+            self._receivers[worker_id] = receiver, message["process"]
+            self._redis.hset(self._keys.owners, str(worker_id), receiver)
+            self._redis.publish(self._keys.own(receiver), "")
 
     def _look(self) -> None:
         """Find the receivers that have died."""
-        with self._lock:
-            for worker_id, owner in self._owners.items():
-                alive = self._redis.lives(self._redis.own(owner.name))
-                if not alive and not self._succeeded(worker_id):
-                    reason = f"{owner.process} has closed its connection"
-                    self._roster.lost(worker_id, owner.name, reason)
-
-    def _succeeded(self, worker_id: int) -> bool:
-        """Return whether another receiver has the place, whose first message is on its way."""
-        owner = self._redis.client.hget(self._redis.owners, str(worker_id))
-        known = self._owners.get(worker_id)
-        if owner is None or (known is not None and owner.decode() == known.name):
-            return False
-        return self._redis.lives(self._redis.own(owner.decode()))
+        for worker_id, (receiver, process) in self._receivers.items():
+            if not self._keys.lives(self._keys.own(receiver)):
+                self.roster.lost(worker_id, receiver, f"{process} has closed its connection")
 
 
 class RedisReceiver(sync_core.ReceiverTransport):
     """Reads the version that its worker should have, whenever a message comes."""
 
     def __init__(self, context: TransportContext, connection: Connection) -> None:
-        self._redis = connection
+        self._keys, self._redis = connection, connection.client
         self._worker_id = context.worker_id
-        self._owner = secrets.token_hex(8)
-        self._process = os.getpid()
+        self._name = secrets.token_hex(8)
+        self._pid = os.getpid()
+        self._process = f"its process {self._pid} on {socket.gethostname()}"
         self._seen = 0
         self._woken = False
         self._left = "closed its receiver"
         with self._reaching():
-            own = connection.own(self._owner)
-            self._subscription = connection.subscribe(connection.news, own)
+            self._news = connection.subscribe(connection.news, connection.own(self._name))
             try:
-                if connection.client.hexists(connection.wanted, str(self._worker_id)):
-                    connection.client.hset(connection.owners, str(self._worker_id), self._owner)
-                self._wanted()  # raises where there is no such sender
-                process = f"its process {os.getpid()} on {socket.gethostname()}"
-                self._tell("connected", process=process)
+                self._tell(process=self._process)
+                deadline = time.monotonic() + context.timeout
+                while not self._has_place():
+                    if time.monotonic() > deadline:
+                        raise SenderLostError("the sender does not answer")
+                    self._news.get_message(timeout=TICK)
             except BaseException:
-                self._subscription.close()
-                connection.client.close()
+                self._news.close()
+                self._redis.close()
                 raise
 
     def receive(self, timeout: float) -> Payload | None:
@@ -286,18 +247,18 @@ class RedisReceiver(sync_core.ReceiverTransport):
                 left = deadline - time.monotonic()
                 if payload is not None or left <= 0 or self._woken:
                     return payload
-                self._subscription.get_message(timeout=min(TICK, left))
+                self._news.get_message(timeout=min(TICK, left))
 
     def acknowledge(self, answer: Answer) -> None:
         """Send the answer, which counts for this receiver's deliveries only."""
         with self._reaching():
-            self._tell("answer", version=answer.version, answer=answer.to_message())
+            self._tell(answer=answer.to_message())
 
     def wake(self) -> None:
         """Let `receive` return, by a message to this receiver."""
         self._woken = True
         with self._reaching():
-            self._redis.client.publish(self._redis.own(self._owner), "")
+            self._redis.publish(self._keys.own(self._name), "")
 
     def leave(self, reason: str) -> None:
         """Have `close` give the reason."""
@@ -305,42 +266,41 @@ class RedisReceiver(sync_core.ReceiverTransport):
 
     def close(self) -> None:
         """Say why, and end the subscription; in a process that was forked, do nothing."""
-        if os.getpid() != self._process or self._subscription is None:
+        if os.getpid() != self._pid or self._news is None:
             return
         # If that is not sent, the sender notices the end of the subscription.
         with suppress(redis.RedisError, SenderLostError):
-            self._tell("left", reason=self._left)
-        self._subscription.close()
-        self._subscription = None
-        self._redis.client.close()
+            self._tell(left=f"{self._process} {self._left}")
+        self._news.close()
+        self._news = None
+        self._redis.close()
 
     def _look(self) -> Payload | None:
-        version = self._wanted()
-        if version <= self._seen:
+        if not self._has_place():
+            raise SenderLostError("another receiver was given the same address")
+        version = self._redis.hget(self._keys.wanted, str(self._worker_id))
+        if version is None or int(version) <= self._seen:
             return None
         began = time.perf_counter()
-        data = self._redis.client.get(self._redis.weights(version))
+        data = self._redis.hget(self._keys.weights, version)
         if data is None:
             return None  # a newer one has just taken its place
-        self._seen = version
-        return Payload.unpack(Block.of_bytes(data), version, since=began)
+        self._seen = int(version)
+        return Payload.unpack(Block.of_bytes(data), self._seen, since=began)
 
-    def _wanted(self) -> int:
-        """Return the version that this worker should have, if the sender still serves it."""
-        worker = str(self._worker_id)
-        wanted = self._redis.client.hget(self._redis.wanted, worker)
-        owner = self._redis.client.hget(self._redis.owners, worker)
-        if wanted is None:
+    def _has_place(self) -> bool:
+        """Return whether the sender, which serves the worker, knows this receiver."""
+        if not self._redis.hexists(self._keys.wanted, str(self._worker_id)):
             raise SenderLostError("the sender was closed, or the worker removed from it")
-        if owner != self._owner.encode():
-            raise SenderLostError("another receiver was given the same address")
-        if not self._redis.lives(self._redis.answers):
+        if not self._keys.lives(self._keys.answers):
             raise SenderLostError("the sender's process has closed its connection")
-        return int(wanted)
+        return bool(
+            self._redis.hget(self._keys.owners, str(self._worker_id)) == self._name.encode()
+        )
 
-    def _tell(self, kind: str, **message: Any) -> None:
-        message |= {"kind": kind, "worker": self._worker_id, "owner": self._owner}
-        if not self._redis.client.publish(self._redis.answers, json.dumps(message)):
+    def _tell(self, **message: Any) -> None:
+        message |= {"worker": self._worker_id, "receiver": self._name}
+        if not self._redis.publish(self._keys.answers, json.dumps(message)):
             raise SenderLostError("the sender was closed, or its process has ended")
 
     @contextmanager

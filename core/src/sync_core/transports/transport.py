@@ -419,7 +419,8 @@ class SenderTransport(ABC):
 
         Args:
             publication: the version.
-            worker_ids: those of its workers that can be reached; or one that was added.
+            worker_ids: workers that are owed it, also those that are lost; or one that was added,
+                or has connected.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither offer nor send")
 
@@ -439,7 +440,7 @@ class SenderTransport(ABC):
         before = self.roster.all_owed()
         deliveries = self.roster.publish(publication, worker_ids)
         try:
-            self.offer(publication, [i for i in worker_ids if not deliveries[i].ended])
+            self.offer(publication, [i for i in worker_ids if self.roster.wanted(i) is publication])
         except BaseException:
             self.roster.withdraw(publication, before)
             raise
