@@ -256,3 +256,49 @@ def test_an_empty_tensor_and_none_at_all() -> None:
     assert told == [None, True]
     nothing = Layout(())
     assert [repeats.look(Payload(v, nothing, ())) for v in (3, 4)] == [None, None]
+
+
+WENT_BACK = "has the weights of version"
+
+
+@pytest.mark.parametrize("scheme", ["thread", "shm", "dist"])
+@pytest.mark.parametrize("width", [4, 400])
+def test_a_version_that_went_back_is_reported_and_warned_about_once(
+    scheme: str, width: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, worker = nn.Linear(width, width), nn.Linear(width, width)
+    states = []
+    with Sender(scheme, model, num_workers=1) as sender, ExitStack() as stack:
+        receiver = stack.enter_context(Receiver(sender.address(0), worker))
+
+        def send(given: Any = None) -> int:
+            pending = sender.send_async(given)
+            receiver.receive(10.0)
+            return pending.wait(10.0).equals
+
+        for _ in range(3):
+            states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            assert send() == 0
+            model.weight.data.add_(1)
+        # Given by hand: on purpose.
+        assert [send(states[1]), send(states[1])] == [2, 0]
+        assert not [r for r in caplog.records if WENT_BACK in r.message]
+        model.load_state_dict(states[0])
+        assert send() == 1
+        model.load_state_dict(states[2])
+        assert send() == 3
+    (warning,) = [r.message for r in caplog.records if WENT_BACK in r.message]
+    assert "version 6 of 'policy' has the weights of version 1," in warning
+    assert "sender.paused(" in warning
+
+
+def test_a_flag_that_goes_back_is_no_version_that_went_back() -> None:
+    model = nn.Linear(400, 400)
+    model.register_buffer("flag", torch.zeros((), dtype=torch.bool))
+    sends = Repeats()
+    layout = Layout.of(dict(model.state_dict()))
+    for version in range(1, 6):
+        model.weight.data[399, 399] += 1  # not in the sample
+        model.flag.logical_not_()
+        sends.look(Payload(version, layout, list(model.state_dict().values())))
+        assert sends.equals == 0

@@ -72,7 +72,7 @@ KNOWN = MappingProxyType(
             (
                 *("bf16", "fp16", "fp8", "zstd", "lora", "select"),
                 *("rename", "fuse", "split", "stack", "unstack", "transpose"),
-                *("interval", "metrics"),
+                *("finite", "interval", "metrics"),
             ),
             _STD,
         ),

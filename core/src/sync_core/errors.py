@@ -23,6 +23,7 @@ __all__ = [
     "ModelPathError",
     "NotAPluginError",
     "OptionError",
+    "PausedError",
     "PayloadError",
     "PendingSendError",
     "PluginConflictError",
@@ -135,6 +136,10 @@ class UnknownWorkerError(SyncError, ValueError):
 
 class PendingSendError(SyncError, RuntimeError):
     """Raised where a call needs that no send is pending, or that one is."""
+
+
+class PausedError(SyncError, RuntimeError):
+    """A send was called in a block of `Sender.paused`; nothing was sent."""
 
 
 class PrepareTimeoutError(SyncError, TimeoutError):

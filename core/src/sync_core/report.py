@@ -98,6 +98,8 @@ class SendReport:
             bytes are equal for the first time since they changed, as all bytes are compared from
             the next send on; and, once weights have changed 8 times in succession, of a send
             within 10 ms after the last one.
+        equals: an older version, not the last one, whose weights are the same, as far as a sample
+            of 4 KB tells; 0 where none is known.
         no_worker_left: True where ``on_failure`` has dropped the last worker in this send, which
             raises `SendError` then.
     """
@@ -111,6 +113,7 @@ class SendReport:
     publish_seconds: float = 0.0
     pack_seconds: float = 0.0
     unchanged: bool | None = None
+    equals: int = 0
     no_worker_left: bool = False
 
     @property

@@ -85,6 +85,45 @@ def check_sharded(module: nn.Module) -> None:
         )
 
 
+# Their hooks leave parameters as they are.
+_HARMLESS = frozenset(
+    {
+        "accelerate",
+        "bitsandbytes",
+        "peft",
+        "tensordict",
+        "torch",
+        "torchao",
+        "torchrl",
+        "transformers",
+        "trl",
+    }
+)
+
+
+def check_forward_hooks(module: nn.Module) -> None:
+    """Raise `ModelError` for a hook that may write parameters before each forward.
+
+    An optimizer that gathers parameters in the next forward does that, such as Megatron's with
+    ``overlap_param_gather``: until then, the module holds old values.
+    """
+    for name, submodule in module.named_modules():
+        # Private to torch; where torch has no such attribute, no hook is known.
+        for hook in getattr(submodule, "_forward_pre_hooks", {}).values():
+            function = getattr(hook, "func", hook)
+            origin = getattr(function, "__module__", None) or type(function).__module__
+            if origin.partition(".")[0] in _HARMLESS:
+                continue
+            described = getattr(function, "__qualname__", type(function).__name__)
+            raise ModelError(
+                f"{name or 'the module'} (a {type(submodule).__name__}) has a forward pre-hook, "
+                f"{origin}.{described}, which may write parameters, such as those that another "
+                "rank has updated, so that a send before the next forward would bring old ones; "
+                "type Sender(…, before_read=function) with the function that completes them, or "
+                "before_read=lambda: None if the hook writes none"
+            )
+
+
 def _type_of(module: str, name: str) -> type[nn.Module] | tuple[()]:
     """Return a type of torch's; it has no instance before its module is imported.
 

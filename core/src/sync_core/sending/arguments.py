@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from difflib import SequenceMatcher
 from typing import Any
 
 from sync_core import registry
-from sync_core.checks import check_count
+from sync_core.checks import check_count, check_function
 from sync_core.errors import OptionError, PluginError
 from sync_core.wrapping import SEPARATOR
 
@@ -29,6 +30,25 @@ def as_id(worker_id: int) -> int:
     if isinstance(worker_id, bool) or index < 0:
         raise ValueError(_no_id(worker_id))
     return index
+
+
+def as_barrier(before_read: Any) -> Callable[[], AbstractContextManager[object]]:
+    """Return a function that makes what encloses each reading of a model.
+
+    Args:
+        before_read: see `Sender`.
+    """
+    if before_read is None:
+        return nullcontext
+    if isinstance(before_read, AbstractContextManager):
+        return lambda: before_read
+    check_function(before_read, "before_read")
+
+    def call() -> AbstractContextManager[object]:
+        made = before_read()
+        return made if isinstance(made, AbstractContextManager) else nullcontext()
+
+    return call
 
 
 def count_workers(

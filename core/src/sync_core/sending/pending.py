@@ -151,6 +151,7 @@ class PendingSend:
         self._scheme, self._model_id = scheme, model_id
         #: See `SendReport`; which the sender sets.
         self.unchanged: bool | None = None
+        self.equals = 0
         self._report: SendReport | None = None
         # The callbacks at the end may ask for the report.
         self._ending = threading.RLock()
@@ -302,6 +303,7 @@ class PendingSend:
             publish_seconds=self._publish_seconds,
             pack_seconds=self._packing.seconds,
             unchanged=self.unchanged,
+            equals=self.equals,
         )
 
     def _late(self, worker_id: int, delivery: Delivery, seconds: float) -> WorkerTimeoutError:

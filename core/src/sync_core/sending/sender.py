@@ -8,8 +8,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial as bind
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -22,6 +22,7 @@ from sync_core.checks import check_count, check_function, check_seconds, normali
 from sync_core.errors import (
     ClosedError,
     OptionError,
+    PausedError,
     PendingSendError,
     PrepareTimeoutError,
     SendError,
@@ -30,7 +31,13 @@ from sync_core.models.extract import Strategy
 from sync_core.models.lookup import resolve
 from sync_core.models.registered import check_allowed
 from sync_core.report import SendReport, Unwaited
-from sync_core.sending.arguments import as_id, check_handle, count_workers, with_near_miss
+from sync_core.sending.arguments import (
+    as_barrier,
+    as_id,
+    check_handle,
+    count_workers,
+    with_near_miss,
+)
 from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Terms
@@ -46,7 +53,7 @@ from sync_core.weights.payload import Payload, Update
 from sync_core.weights.streamed import NOT_OFFERED, TensorStream, read_to_its_end
 
 if TYPE_CHECKING:
-    from sync_core.sending.failure_policy import OnFailure
+    from sync_core.sending.failure_policy import FailureHandler, OnFailure
 
 _log = logging.getLogger("sync_core")
 _CLOSED = "the sender was closed"
@@ -79,6 +86,11 @@ class Sender(Updater):
         allow_unregistered: modules and tensors that ``model`` trains without registering them, such
             as a critic in a list, and that this sender leaves out: another sender sends them, or
             no worker uses them. Others are refused by name.
+        before_read: a function that is called before ``model`` is read, such as one that gathers
+            parameters which the next forward would gather; or a context manager, or a function
+            that returns one, such as ``optimizer_weights(optimizer)`` of ``sync_plugin_std``: it is
+            entered before the model is read, and left when the version was packed. A model whose
+            forward pre-hooks may write its parameters is refused without one.
         strategy: how a module is read and written: ``"tensordict"``, its parameters and buffers;
             ``"state_dict"``, with the hooks of its `state_dict`; ``"checkpoint"``, its parameters
             and persistent buffers, under the names that checkpoints and engines have.
@@ -113,6 +125,9 @@ class Sender(Updater):
         (1, (0,), True)
     """
 
+    # Why sends are not allowed now; None where they are.
+    _paused: str | None = None
+
     def __init__(
         self,
         scheme: Any,
@@ -124,6 +139,7 @@ class Sender(Updater):
         context: Any = None,
         layers: Sequence[Any] = (),
         allow_unregistered: Sequence[Any] = (),
+        before_read: Any = None,
         strategy: Strategy = "tensordict",
         zero_copy: bool = False,
         on_failure: OnFailure = "raise",
@@ -155,16 +171,11 @@ class Sender(Updater):
         self._handles = dict(enumerate(workers or ()))
         self._called = bool(workers)
         self._context = context
-        self._failure_handler: FailureHandler | None = None
-        if on_failure != "raise":
-            from sync_core.sending.failure_policy import FailureHandler
-
-            self._failure_handler = FailureHandler(on_failure)
+        self._failure_handler = None if on_failure == "raise" else _handler(on_failure)
         self._closers: list[weakref.finalize[..., Any]] = []
-        self._reporters: dict[object, Callable[[SendReport], object]] = {}
-        for reporter in (*self._pipeline.reporters, on_report):
-            if reporter is not None:
-                self._reporters[object()] = reporter
+        reporters = (*self._pipeline.reporters, on_report)
+        self._reporters = {object(): each for each in reporters if each is not None}
+        self._barrier = as_barrier(before_read)
         self._source = Source(
             context,
             strategy,
@@ -172,6 +183,7 @@ class Sender(Updater):
             adapt=self._pipeline.adapt,
             # Workers that act with the same objects lack nothing.
             allowed=None if "same_object" in self.capabilities else allow_unregistered,
+            hooked=before_read is not None,
         )
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._repeats = Repeats()
@@ -214,9 +226,10 @@ class Sender(Updater):
         self._check_open()
         before, self._source.model = self._source.model, model
         try:
-            update = self._read()
-            if self._pipeline.transport is None:
-                self._open(update, model)
+            with self._barrier():
+                update = self._read()
+                if self._pipeline.transport is None:
+                    self._open(update, model)
         except BaseException:
             self._source.model = before
             raise
@@ -336,6 +349,27 @@ class Sender(Updater):
         if self._closed:
             release()  # another thread has closed the sender meanwhile
         return release.detach
+
+    @contextmanager
+    def paused(self, reason: str) -> Iterator[None]:
+        """For ``with``: make each send an error while the model holds other weights.
+
+        Args:
+            reason: why, for the error.
+
+        Example:
+            >>> model = torch.nn.Linear(4, 2)
+            >>> with Sender("none", model, num_workers=1) as sender:
+            ...     with sender.paused("the reference is in the module"):
+            ...         sender.send()
+            Traceback (most recent call last):
+            sync_core.errors.PausedError: no version is sent now: the reference is in the module
+        """
+        before, self._paused = self._paused, reason
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def settle_failures(self, callback: Callable[[SendReport], SendReport]) -> Callable[[], object]:
         """Let a function act on workers that failed, before ``on_failure`` decides about them.
@@ -533,20 +567,22 @@ class Sender(Updater):
             number = self._next_version(version)
             self._begins = True
             try:
-                pending, to_all = self._begin(
-                    weights,
-                    worker_ids,
-                    seconds,
-                    started,
-                    counted=counted,
-                    version=number,
-                    extras=extras,
-                )
-                begun.append(pending)
-                self._pending = pending
-                if to_all is not None:
-                    # While the workers commit it.
-                    pending.unchanged = self._repeats.look(to_all)
+                with self._barrier():
+                    pending, to_all = self._begin(
+                        weights,
+                        worker_ids,
+                        seconds,
+                        started,
+                        counted=counted,
+                        version=number,
+                        extras=extras,
+                    )
+                    begun.append(pending)
+                    self._pending = pending
+                    if to_all is not None:
+                        # While the workers commit it.
+                        pending.unchanged = self._repeats.look(to_all)
+                        pending.equals = self._repeats.equals
             except BaseException:
                 if "joined" in self.capabilities:
                     # Other ranks of the trainer count alone, and may have sent it.
@@ -646,10 +682,16 @@ class Sender(Updater):
             f"deadline is {limit:g} s; {name} took {slowest:.1f} s. {NOT_OFFERED}"
         )
 
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """A copy of the model's weights as a send would read them now, in the CPU's memory."""
+        with self._barrier():
+            return super().snapshot()
+
     def check(self, weights: Any = None) -> None:
         """Raise what `send` would raise about these weights, and send nothing."""
         self._check_open()
-        self._read(weights)
+        with self._barrier():
+            self._read(weights)
 
     def _read(self, weights: Any = None) -> Update:
         return self._source.read(weights, self._pipeline.agreed)
@@ -793,6 +835,8 @@ class Sender(Updater):
             self._check_open()
         if self._begins:
             self._check_starts_nothing()
+        if self._paused is not None:
+            raise PausedError(f"no version is sent now: {self._paused}")
         # One that has ended may be left here by Ctrl-C.
         if self._pending is not None and not self._pending.ended:
             raise PendingSendError("a send is pending; call wait_async() before the next one")
@@ -874,3 +918,9 @@ def interrupt(begun: Iterable[PendingSend], error: BaseException) -> None:
     """End a send that an exception has interrupted, so that the next one works."""
     for pending in begun:
         pending.interrupt(error)
+
+
+def _handler(on_failure: OnFailure) -> FailureHandler:
+    from sync_core.sending.failure_policy import FailureHandler
+
+    return FailureHandler(on_failure)

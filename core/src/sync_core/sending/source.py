@@ -11,8 +11,9 @@ from sync_core.errors import ModelError
 from sync_core.models.binding import Binding
 from sync_core.models.extract import ComputedWeights, Strategy, named_tensors
 from sync_core.models.finder import KnownLayout, check_memory, travelling
-from sync_core.models.lookup import look_up, refers, same
+from sync_core.models.lookup import look_up, modules_in, refers, same
 from sync_core.models.match import conform
+from sync_core.models.modules import check_forward_hooks
 from sync_core.models.registered import check_registered
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Update
@@ -29,6 +30,7 @@ class Source:
         adapt: returns what is read in place of weights: the same object, or tensors by name.
         allowed: what modules may train without registering it; see `check_registered`. None for
             all, where workers act with the same objects.
+        hooked: whether something completes the model before it is read.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Source:
         partial: bool,
         adapt: Callable[[Any], Any] | None = None,
         allowed: Sequence[Any] | None = None,
+        hooked: bool = False,
     ) -> None:
         self.model: Any = None
         #: The object from which weights were read last; None for tensors given by hand.
@@ -53,6 +56,7 @@ class Source:
         self._given: Binding | None = None
         self._known: KnownLayout | None = None
         self._allowed = allowed
+        self._hooked = hooked
         # Already checked for tensors that are not registered: the model, and the last weights.
         self._registered: dict[bool, Any] = {}
 
@@ -116,6 +120,9 @@ class Source:
         update = self._read_found(weights, own=own)
         if not (self._allowed is None or same(self.found, self._registered.get(own))):
             check_registered(weights, self._strategy, self._allowed)
+            if not self._hooked:
+                for _, module in modules_in(self.found):
+                    check_forward_hooks(module)
             self._registered[own] = self.found
         return update
 

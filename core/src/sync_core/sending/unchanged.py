@@ -1,4 +1,4 @@
-"""Notices that a version has the same weights as the one before, and warns once of a run of them.
+"""Notices that a version has the same weights as the one before or as an older one; warns once.
 
 A sample of a version's bytes is compared with that of the version before. Only where these are
 equal, and for the first version, checksums of all bytes are made: training changes nearly every
@@ -32,6 +32,9 @@ _PLACES, _WIDTH = 16, 256
 # After 8 versions that differ, one that follows within 10 ms is not compared: a
 # sample takes 10 to 20 us, 5 % of sends of a small model that follow each other without a pause.
 _DIFFERENT, _SECONDS = 8, 0.01
+# The versions whose samples are known, and by how many bytes a sample must differ from the one
+# before so that training has changed it: by fewer where only a counter or a flag in it changes.
+_KNOWN, _TRAINED = 4096, 64
 # The most sends that follow each other without checksums where samples prove to be misleading.
 _LONGEST_REST = 64
 
@@ -62,6 +65,11 @@ class Repeats:
         self._run = 0
         self._last: SendReport | None = None
         self._warns = True
+        # The version that had a sample last, by the sample's hash.
+        self._versions: dict[int, int] = {}
+        self._warns_of_older = True
+        #: Of the version that was looked at last; see `SendReport.equals`.
+        self.equals = 0
 
     def look(self, payload: Payload) -> bool | None:
         """Compare a version with the last one that was looked at; its memory must not change.
@@ -71,6 +79,7 @@ class Repeats:
             has other names, its tensors are not in the CPU's memory, or there was no need to look.
         """
         now = time.perf_counter()
+        self.equals = 0
         if self._different >= _DIFFERENT and now - self._looked < _SECONDS:
             return None
         self._looked = now
@@ -80,7 +89,10 @@ class Repeats:
             if specs != self._tensors.specs:
                 self._tensors = _Tensors(specs)
                 self._sample, self._checksums = b"", None
+                self._versions.clear()
         before, self._sample = self._sample, self._tensors.sample(payload)
+        if self._sample != before:
+            self.equals = self._older(before, payload.version)
         if not self._sample or (self._sample != before and self._begun):
             self._checksums = None
             self._different += 1
@@ -100,6 +112,20 @@ class Repeats:
         self._pause = self._rest = min(2 * self._pause or 1, _LONGEST_REST)
         return False
 
+    def _older(self, before: bytes, version: int) -> int:
+        """Return the older version with this sample, if there is one; remember this version."""
+        if not self._sample:
+            return 0
+        key = hash(self._sample)
+        older = self._versions.pop(key, 0)
+        self._versions[key] = version
+        if len(self._versions) > _KNOWN:
+            del self._versions[next(iter(self._versions))]
+        if older and not self._tensors.sampled_whole:
+            changed = sum(a != b for a, b in zip(before, self._sample, strict=True))
+            return older if changed >= _TRAINED else 0
+        return older
+
     def count(self, report: SendReport, model: Any) -> None:
         """Take the report of a send that has ended, and warn where weights should have changed.
 
@@ -110,6 +136,9 @@ class Repeats:
             report: of any send.
             model: what was sent: a module, modules by name, or anything else.
         """
+        if report.equals and self._warns_of_older and model is not None:
+            self._warns_of_older = False
+            _log.warning(_went_back(report))
         if report.unchanged is False:
             self._run, self._last = 0, report
             return
@@ -143,7 +172,10 @@ class _Tensors:
         # The places in each tensor, by its position; and the same in the body of a block.
         self._places: dict[int, list[slice]] = {}
         self._in_body: dict[int, list[slice]] = {0: []}
-        for i, begin, end in _choose(specs):
+        chosen = _choose(specs)
+        #: Whether a sample has all bytes of the tensors.
+        self.sampled_whole = sum(b - a for _, a, b in chosen) == sum(s.nbytes for s in specs)
+        for i, begin, end in chosen:
             self._places.setdefault(i, []).append(slice(begin, end))
             offset = specs[i].offset
             self._in_body[0].append(slice(offset + begin, offset + end))
@@ -228,6 +260,16 @@ def _is_frozen(model: Any) -> bool:
     modules = [each for each in models if isinstance(each, nn.Module)]
     parameters = [each for module in modules for each in module.parameters()]
     return bool(parameters) and not any(each.requires_grad for each in parameters)
+
+
+def _went_back(report: SendReport) -> str:
+    return (
+        f"version {report.version} of {report.model_id!r} has the weights of version "
+        f"{report.equals}, and not of the one before: were other weights loaded into the model, "
+        "such as a reference or a checkpoint? Where they are put back later, type: with "
+        'sender.paused("reference in the module"): so that no send comes meanwhile. '
+        "report.equals tells it of each send; this warning comes once"
+    )
 
 
 def _advice(report: SendReport, sends: int) -> str:
