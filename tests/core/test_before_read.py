@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from sync_core import ModelError, PausedError, Receiver, Sender, SendGroup, gathered
+from sync_core import ModelError, PausedError, Receiver, Sender, gathered
+from sync_plugin_std import SendGroup
 
 
 def received(sender: Sender, model: nn.Linear) -> Tensor:

@@ -87,7 +87,7 @@ STANDARD = {
     *("inline", "process"),
     *("bf16", "fp16", "fp8", "zstd", "select", "lora"),
     *("rename", "fuse", "split", "stack", "unstack", "transpose"),
-    *("interval", "metrics", "checksum", "readback"),
+    *("finite", "interval", "metrics", "checksum", "readback"),
     *("left-out", "given", "held"),
 }
 SUITE = ("sync-core", "sync-plugin-std", "sync-plugin-scale", "sync-testing")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sync_plugin_std.layers.cast import BFloat16, Float16
     from sync_plugin_std.layers.checksums import Checksum, Readback
     from sync_plugin_std.layers.compression import Zstd
+    from sync_plugin_std.layers.finite import Finite
     from sync_plugin_std.layers.float8 import Float8Blocks
     from sync_plugin_std.layers.interval import Interval
     from sync_plugin_std.layers.metrics import Metrics
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from sync_plugin_std.layers.selection import Select
     from sync_plugin_std.layers.stacking import Stack, Unstack
     from sync_plugin_std.models.multi_model import receive_together
+    from sync_plugin_std.models.optimizers import optimizer_weights
     from sync_plugin_std.models.send_group import SendGroup
     from sync_plugin_std.models.stream import Stream
     from sync_plugin_std.schemes.getter import from_getter
@@ -41,6 +43,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BFloat16",
     "Checksum",
+    "Finite",
     "Float8Blocks",
     "Float16",
     "Fuse",
@@ -66,6 +69,7 @@ __all__ = [
     "from_getter",
     "fuse",
     "lora",
+    "optimizer_weights",
     "receive_together",
     "rename",
     "select",
@@ -83,6 +87,7 @@ _PLACES = {
     "Checksum": ("layers.checksums", "Checksum"),
     "Readback": ("layers.checksums", "Readback"),
     "BFloat16": ("layers.cast", "BFloat16"),
+    "Finite": ("layers.finite", "Finite"),
     "Float8Blocks": ("layers.float8", "Float8Blocks"),
     "Float16": ("layers.cast", "Float16"),
     "Fuse": ("layers.regrouping", "Fuse"),
@@ -102,6 +107,7 @@ _PLACES = {
     "Unstack": ("layers.stacking", "Unstack"),
     "Zstd": ("layers.compression", "Zstd"),
     "from_getter": ("schemes.getter", "from_getter"),
+    "optimizer_weights": ("models.optimizers", "optimizer_weights"),
     "receive_together": ("models.multi_model", "receive_together"),
     "with_pipe": ("schemes.mp", "with_pipe"),
     # The entry points' names of the layers that change weights and take arguments.
