@@ -110,6 +110,40 @@ def test_a_trainer_sends_after_its_steps(every: int, sends: int, tmp_path: Path)
         assert torch.equal(sender.sent[-1], model.layer.weight)
 
 
+class TrainsDoubled(torch.optim.SGD):
+    """Has twice the weights to act with in the model while it trains."""
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(factor)
+
+    def eval(self) -> None:
+        self.scale(0.5)
+
+    def train(self) -> None:
+        self.scale(2.0)
+
+
+def test_the_callback_sends_the_weights_to_act_with(tmp_path: Path) -> None:
+    model = Regression()
+    rows = [{"x": torch.randn(2), "labels": torch.ones(1)} for _ in range(8)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    optimizer = TrainsDoubled(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    with Noted(model) as sender:
+        Trainer(
+            model,
+            arguments,
+            train_dataset=rows,
+            optimizers=(optimizer, scheduler),
+            callbacks=[SyncCallback(sender)],
+        ).train()
+        assert torch.equal(sender.sent[-1], model.layer.weight / 2)
+
+
 class Halve(TrainerCallback):
     """Ends training with other weights than those of the last step, as an average of them does."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sync_core import ModelError, SendReport
+from sync_core import ModelError, OptionError, SendReport
 from sync_core.checks import check_count
+from sync_plugin_std import optimizer_weights
 
 
 class Sends(Protocol):
@@ -28,8 +31,10 @@ class SyncCallback(TrainerCallback):
 
     A step is one of the optimiser, after all batches whose gradients it accumulates. The weights
     that training ends with are sent too, also where ``load_best_model_at_end`` loads others than
-    those of the last step. A worker that fails ends the training with `sync_core.SendError`, unless
-    the sender was given another ``on_failure``.
+    those of the last step. Each send has the weights to act with, also of an optimizer that leaves
+    others in the model while it trains (`sync_plugin_std.optimizer_weights`). A worker that
+    fails ends the training with `sync_core.SendError`, unless the sender was given another
+    ``on_failure``.
 
     Args:
         sender: a sender of the trainer's model. Where several ranks train, add the callback on
@@ -55,6 +60,8 @@ class SyncCallback(TrainerCallback):
     def __init__(self, sender: Sends, *, every: int = 1) -> None:
         self._sender = sender
         self._every = check_count(every, "every")
+        self._optimizer: Any = None
+        self._acting: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def on_train_begin(
         self,
@@ -62,28 +69,31 @@ class SyncCallback(TrainerCallback):
         state: TrainerState,  # noqa: ARG002
         control: TrainerControl,  # noqa: ARG002
         model: Any = None,
+        optimizer: Any = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """Send what the workers begin with."""
         _check_same(self._sender.model, model)
-        self._sender.send()
+        self._send(optimizer)
 
     def on_step_end(
         self,
         args: TrainingArguments,  # noqa: ARG002 - the signature is transformers'
         state: TrainerState,
         control: TrainerControl,  # noqa: ARG002
+        optimizer: Any = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """Send after every ``every`` steps."""
         if state.global_step % self._every == 0:
-            self._sender.send()
+            self._send(optimizer)
 
     def on_train_end(
         self,
         args: TrainingArguments,  # noqa: ARG002 - the signature is transformers'
         state: TrainerState,  # noqa: ARG002
         control: TrainerControl,  # noqa: ARG002
+        optimizer: Any = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         """Send what training ends with.
@@ -91,7 +101,21 @@ class SyncCallback(TrainerCallback):
         The trainer, and callbacks before this one, may have changed the weights since the last
         step, so that the step does not tell whether the workers have them.
         """
-        self._sender.send()
+        self._send(optimizer)
+
+    def _send(self, optimizer: Any) -> None:
+        """Send the weights to act with, which an optimizer may keep apart from the model's."""
+        if optimizer is not self._optimizer:
+            self._optimizer, self._acting = optimizer, _acting(optimizer)
+        with self._acting():
+            self._sender.send()
+
+
+def _acting(optimizer: Any) -> Callable[[], AbstractContextManager[object]]:
+    try:
+        return optimizer_weights(optimizer)
+    except OptionError:
+        return nullcontext
 
 
 def _check_same(sent: Any, trained: Any) -> None:
