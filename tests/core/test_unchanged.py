@@ -294,11 +294,12 @@ def test_a_version_that_went_back_is_reported_and_warned_about_once(
 
 def test_a_flag_that_goes_back_is_no_version_that_went_back() -> None:
     model = nn.Linear(400, 400)
-    model.register_buffer("flag", torch.zeros((), dtype=torch.bool))
+    flag = torch.zeros((), dtype=torch.bool)
+    model.register_buffer("flag", flag)
     sends = Repeats()
     layout = Layout.of(dict(model.state_dict()))
     for version in range(1, 6):
         model.weight.data[399, 399] += 1  # not in the sample
-        model.flag.logical_not_()
+        flag.logical_not_()
         sends.look(Payload(version, layout, list(model.state_dict().values())))
         assert sends.equals == 0

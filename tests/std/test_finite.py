@@ -24,8 +24,9 @@ DTYPES = [
 def test_a_version_that_is_not_finite_is_refused_and_named(dtype: torch.dtype, value: str) -> None:
     if dtype is torch.float8_e4m3fn and value != "nan":
         pytest.skip("this dtype has no infinity")
-    large = torch.full((5,), torch.finfo(dtype).max).to(dtype)  # their sum is infinite
-    good = {"count": torch.tensor([3]), "empty": torch.zeros(0), "v": large, "w": large}
+    # Their sum is infinite.
+    large = torch.full((5,), torch.finfo(dtype).max, dtype=torch.float64).to(dtype)
+    good = {"count": torch.tensor([3]), "empty": torch.zeros(0), "v": large, "w": large.clone()}
     bad = {**good, "w": torch.tensor([0.0, 1.0, float(value), 0.0, 0.0]).to(dtype)}
     copy = {name: tensor.clone() for name, tensor in good.items()}
     with (

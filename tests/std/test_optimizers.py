@@ -36,9 +36,9 @@ class ScheduleFree(torch.optim.SGD):
     def train(self) -> None:
         self._go(1 - 0.9, train=True)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert self.group["train_mode"]
-        super().step(closure)
+        return super().step(closure)
 
     def acting(self) -> list[Tensor]:
         weight = 1 - 1 / 0.9
@@ -85,14 +85,15 @@ class LikeSAM(torch.optim.SGD):
         super().__init__(parameters, lr=0.1)
         self.ps = self.param_groups[0]["params"]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for p in self.ps:
             if "old_p" in self.state[p]:
                 p.data = self.state[p]["old_p"]
-        super().step(closure)
+        loss = super().step(closure)
         for p in self.ps:
             self.state[p]["old_p"] = p.data.clone()
             p.data.add_(0.05)
+        return loss
 
     def acting(self) -> list[Tensor]:
         return [self.state[p].get("old_p", p) for p in self.ps]

@@ -132,7 +132,7 @@ def test_the_callback_sends_the_weights_to_act_with(tmp_path: Path) -> None:
         output_dir=str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
     )
     optimizer = TrainsDoubled(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     with Noted(model) as sender:
         Trainer(
             model,
