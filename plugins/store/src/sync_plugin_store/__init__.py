@@ -1,8 +1,7 @@
-"""Weights published once to an object store or a directory, for any number of readers.
+"""Publish weights once, to an object store or a directory, for any number of readers.
 
-The scheme ``store`` needs nothing from here. `Run` finds a run by its URL and public key, and gives
-the addresses of its readers; `Mirror` keeps a copy of a run near them. `load_checkpoint` reads a
-directory of Hugging Face into a model.
+`Run` opens a run by its URL and public key, and makes addresses for readers. `Mirror` keeps a copy
+of a run near its readers. `load_checkpoint` loads a Hugging Face checkpoint directory into a model.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A directory of Hugging Face as a model's version 0: its files of safetensors."""
+"""Load a Hugging Face checkpoint, a directory of safetensors files, as a model's version 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
-# After this, a file that is written again has another time in seconds, in seconds.
+# Seconds to wait until a file that is written again gets a different modification time.
 _NEXT_SECOND = 1.1
 
 
@@ -43,28 +43,28 @@ def load_checkpoint(
     streams: int = 8,
     redirects: Sequence[str] = (),
 ) -> None:
-    """Load a directory of Hugging Face into a model, all of it or nothing.
+    """Load a Hugging Face checkpoint into a model, completely or not at all.
 
-    A model of which this rank has a shard (`DTensor`, `sync_plugin_scale.Part`) reads the bytes of
-    its shard. Floating-point tensors are cast to the dtypes of the model. Such a directory
-    is not signed: each process that can write to it can change the weights. Files that are replaced
-    while they are read are read again: no model gets parts of two checkpoints.
+    If this rank has a shard of the model (`DTensor`, `sync_plugin_scale.Part`), it reads only the
+    bytes of its shard. Floating-point tensors are cast to the model's dtypes. The checkpoint is not
+    signed: a process that can write to the directory can change the weights. A file that is
+    replaced during the read is read again, so a model never mixes two checkpoints.
 
     Args:
-        url: a directory, ``s3://bucket/model``, ``https://host/model`` and so on, with
-            ``model.safetensors``, or the files that ``model.safetensors.index.json`` names.
-        model: what is written: a module, a mapping of tensors, or a part of one.
-        load: in place of a model: called once, with all names and tensors.
-        timeout: how long a place that fails is tried again, in seconds.
-        streams: how many ranges are read at a time.
-        redirects: URLs of further servers to which a web server may redirect, such as
-            ``https://cdn.example.com``; it may redirect to itself.
+        url: a directory, ``s3://bucket/model``, ``https://host/model`` and so on. It must contain
+            ``model.safetensors`` or the files listed in ``model.safetensors.index.json``.
+        model: the model to load into: a module, a mapping of tensors, or a shard of either.
+        load: a function to call instead, once, with all names and tensors.
+        timeout: how long failed reads are retried, in seconds.
+        streams: the number of concurrent reads.
+        redirects: URLs of other servers to which the web server may redirect, such as
+            ``https://cdn.example.com``.
 
     Raises:
-        OptionError: neither or both of ``model`` and ``load`` were given.
-        StoreError: the place does not answer, has no such files, or replaces them all the time.
-        PayloadError: a file is not whole, or not of safetensors.
-        LayoutMismatchError: the model does not fit; nothing was written.
+        OptionError: ``model`` and ``load`` were both given, or neither.
+        StoreError: the server does not answer, has no such files, or keeps replacing them.
+        PayloadError: a file is truncated or is not in the safetensors format.
+        LayoutMismatchError: the checkpoint does not fit the model; nothing was written.
 
     Example:
         >>> import tempfile, torch
@@ -92,7 +92,7 @@ def load_checkpoint(
 
 
 def _read(files: _Files, model: Any) -> tuple[Layout, Any, dict[str, Tensor]]:
-    """Return the layout of the files, what is written, and the tensors for it."""
+    """Return the layout of the files, the model's tensors to write, and the new values."""
     headers = files.headers()
     specs = [spec for layout in headers.values() for spec in layout.specs]
     kinds = [(spec.name, spec.dtype, spec.shape) for spec in specs]
@@ -104,13 +104,13 @@ def _read(files: _Files, model: Any) -> tuple[Layout, Any, dict[str, Tensor]]:
         every = (Wanted(s.name, s.name, whole_region(s.shape), s.shape) for s in layout.specs)
         parts = Parts(tuple(every), layout)
         if model is not None:
-            # Says what does not fit before anything is read.
+            # Raise before any tensor is read.
             check_match(layout, Binding(model).layout, cast=True)
     return layout, target, files.read(headers, parts)
 
 
 def _state_of(model: Any) -> Any:
-    """Return what a checkpoint has of a model: no buffers that are not saved."""
+    """Return the part of a model that a checkpoint contains: no non-persistent buffers."""
     if isinstance(model, Part):
         return Part(_state_of(model.model), model.regions)
     if isinstance(model, nn.Module):
@@ -119,7 +119,7 @@ def _state_of(model: Any) -> Any:
 
 
 def _tied(model: Any, names: set[str]) -> tuple[tuple[str, str], ...]:
-    """Return the model's tied tensors of which files have one, with the name that they have."""
+    """Return pairs of a tied tensor's name that the files lack, and its name in the files."""
     if model is None:
         return ()
     if isinstance(model, Part):
@@ -139,19 +139,19 @@ def _tied(model: Any, names: set[str]) -> tuple[tuple[str, str], ...]:
 
 
 class _Files:
-    """The files of a directory.
+    """Reads a checkpoint directory's files.
 
     Args:
-        objects: where they are.
-        timeout: how long a transfer that breaks is resumed, in seconds.
-        streams: how many ranges are read at a time.
+        objects: the directory.
+        timeout: how long a broken transfer is resumed, in seconds.
+        streams: the number of concurrent reads.
     """
 
     def __init__(self, objects: Objects, timeout: float, streams: int) -> None:
         self._objects = objects
         self._timeout = timeout
         self._stopped = threading.Event()
-        # The state of each file in which all of it is read.
+        # By file: the state in which every read must find it.
         self._validators: dict[str, Validator] = {}
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-get")
 
@@ -164,7 +164,7 @@ class _Files:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def of_one_state(self, read: Callable[[], _T]) -> _T:
-        """Return what a function reads of the files, once none was replaced meanwhile."""
+        """Call a function that reads files, again until no file was replaced during the call."""
         patience = Patience(self._timeout, self._stopped)
         while True:
             try:
@@ -175,7 +175,7 @@ class _Files:
                 self._validators.clear()
 
     def headers(self) -> dict[str, Layout]:
-        """Return what each file has, without the tensors that the index has in another one."""
+        """Return each file's layout, without tensors that the index assigns to another file."""
         headers = self._headers()
         if any(each.coarse for each in self._validators.values()):
             self._stopped.wait(_NEXT_SECOND)
@@ -205,7 +205,7 @@ class _Files:
         }
 
     def read(self, headers: Mapping[str, Layout], parts: Parts) -> dict[str, Tensor]:
-        """Return what is wanted of all files, by the name under which it is written."""
+        """Return the requested parts of all files, by the names under which they are written."""
         plans: list[Plan] = []
         reading = []
         for file, layout in headers.items():
@@ -229,7 +229,7 @@ class _Files:
         }
 
     def _check(self) -> None:
-        """Raise `ReplacedError` where files were replaced before others of them were read."""
+        """Raise `ReplacedError` if a file was replaced before all files were read."""
         if self._index is None:
             return
         found = self._objects.look(_INDEX)
@@ -262,14 +262,14 @@ class _Files:
 
 
 def _only(layout: Layout, specs: list[TensorSpec]) -> Layout:
-    """Return a layout with some of its tensors, and the same header."""
+    """Return a layout with only some of its tensors and the same header."""
     kept = Layout(tuple(specs))
     kept.__dict__["header"] = layout.header
     return kept
 
 
 def _chunks_of(layout: Layout) -> Chunks:
-    """Return where reads of a file may begin and end; nothing checks its bytes."""
+    """Return chunks, without digests, at whose bounds reads of a file may begin and end."""
     cuts = [*cuts_of(layout), layout.body_nbytes]
     chunks = [Chunk(a, b - a, None, 1) for a, b in pairwise(cuts)]
     pieces = [Piece("", len(layout.header)), Piece("", layout.body_nbytes)]

@@ -1,8 +1,8 @@
-"""The chunks of a version: the smallest parts that a reader can check by their digests.
+"""The chunks of a version: the smallest parts that have a digest of their own.
 
-A reader of a shard reads some bytes of a version, and no object whole. The trainer cuts each tensor
-into chunks of equal numbers of rows, so that the shards of 2, 4, … 64 ranks begin and end with
-one, and writes their sizes and digests into one object.
+For readers of shards, the trainer splits each tensor into chunks of equal numbers of rows, so that
+the shards of 2, 4, … 64 ranks begin and end at chunk boundaries. It writes the sizes and digests of
+all chunks into one object.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sync_plugin_store.format import File, Manifest, Piece
 
 __all__ = ["Chunk", "Chunks", "cuts_of", "digests_between", "read_chunks", "write_chunks"]
 
-# Of a tensor: as many as ranks usually divide it by, where they do not get too small.
+# The number of chunks in a tensor, unless they would be too small. Common rank counts divide it.
 _PARTS = 64
-# Sizes of a chunk, in bytes: an entry of 40 bytes is 1 % of the least; the most bounds what is read
-# in vain where a shard ends in the middle of one.
+# Sizes of a chunk, in bytes. Its entry of 40 bytes is 1 % of the least; the greatest limits the
+# unneeded bytes that are read if a shard ends within a chunk.
 _LEAST, _MOST = 4096, 256 << 10
 _ENTRY = struct.Struct("<Q32s")
 
@@ -37,7 +37,7 @@ class Chunk:
     Args:
         start: its first byte, counted from the start of the body.
         nbytes: its size.
-        digest: its SHA-256; None where it is a whole piece, which its name proves.
+        digest: its SHA-256; None if the chunk is a whole piece, whose name is its digest.
         piece: the position of its object among the version's pieces.
     """
 
@@ -48,10 +48,10 @@ class Chunk:
 
 
 class Chunks:
-    """The chunks of a version, in order.
+    """The chunks of a version in order.
 
     Args:
-        chunks: all of them.
+        chunks: all chunks.
         pieces: the version's objects; the first is its header.
     """
 
@@ -59,17 +59,17 @@ class Chunks:
         self.chunks = chunks
         self.pieces = pieces
         self._starts = [chunk.start for chunk in chunks]
-        #: Where each piece of the body begins, and where the last one ends.
+        #: The offset in the body at which each piece begins, and at which the last one ends.
         self.begins = [*accumulate((p.nbytes for p in pieces[1:]), initial=0)]
 
     def between(self, start: int, stop: int) -> range:
-        """Return the positions of the chunks that have bytes of a range of the body."""
+        """Return the indices of the chunks that overlap a range of the body."""
         return range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
 
 
 @lru_cache(maxsize=8)
 def cuts_of(layout: Layout) -> tuple[int, ...]:
-    """Return where chunks begin in the body of versions of a layout.
+    """Return the offsets at which chunks begin in the body of versions with a layout.
 
     Example:
         >>> import torch
@@ -95,7 +95,7 @@ def cuts_of(layout: Layout) -> tuple[int, ...]:
 def digests_between(
     data: bytes | memoryview, start: int, cuts: Sequence[int]
 ) -> list[tuple[int, bytes]]:
-    """Return the sizes and digests of the chunks of a piece, which begins with one.
+    """Return the sizes and digests of the chunks in a piece that begins at a chunk boundary.
 
     Args:
         data: the piece.
@@ -112,7 +112,7 @@ def digests_between(
 
 
 def write_chunks(entries: Sequence[tuple[int, bytes]]) -> bytes:
-    """Return the object with the sizes and digests of all chunks of a version, in order.
+    """Encode the sizes and digests of a version's chunks, in order, as one object.
 
     Example:
         >>> len(write_chunks([(4096, bytes(32)), (64, bytes(32))]))
@@ -122,15 +122,15 @@ def write_chunks(entries: Sequence[tuple[int, bytes]]) -> bytes:
 
 
 def read_chunks(data: bytes | memoryview | None, file: File | Manifest) -> Chunks:
-    """Return the chunks of a version.
+    """Decode the chunks of a version.
 
     Args:
-        data: what `write_chunks` returned; None where the trainer wrote none, so that each piece
-            is a chunk.
+        data: the result of `write_chunks`; None if the trainer wrote no chunks, so that each piece
+            is one chunk.
         file: the version, or the file of one of its ranks.
 
     Raises:
-        PayloadError: they are not those of its pieces.
+        PayloadError: the chunks do not match the version's pieces.
     """
     chunks, begin = [], 0
     if data is None:

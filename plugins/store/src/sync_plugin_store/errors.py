@@ -19,28 +19,28 @@ class StoreError(SyncError, OSError):
 
 
 class ConflictError(StoreError):
-    """Another process has replaced an object first, such as a second trainer of the same run."""
+    """Another process, such as a second trainer of the run, has replaced an object first."""
 
 
 class ReplacedError(StoreError):
-    """An object was replaced while it was read by several requests."""
+    """An object was replaced between two requests that read parts of it."""
 
 
 class SignatureError(SyncError, ValueError):
-    """The head of a run is not signed with the key of its address."""
+    """The head of a run is not signed with the key in the address."""
 
 
 class RolledBackError(SyncError):
-    """A store has an older head of a run than it had before, and does not get the newer one."""
+    """A store shows an older head of a run than before, for longer than caches may."""
 
 
 def not_newer(url: str, newest: int, version: int) -> ConflictError:
-    """Return the error of a version that is not newer than those of a run.
+    """Return the error for publishing a version that is not newer than those of a run.
 
     Args:
         url: where the run is.
         newest: its newest version.
-        version: the other one.
+        version: the version to publish.
     """
     return ConflictError(
         f"the run in {url} has version {newest}, and versions only grow, got {version}; type "

@@ -1,4 +1,4 @@
-"""The first rank of a sharded trainer: it publishes what all ranks have written."""
+"""The first rank of a sharded trainer: it publishes the parts that all ranks have written."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from sync_plugin_store.transport import StoreEndpoint
 __all__ = ["FirstRank"]
 
 _log = logging.getLogger("sync_core")
-# The reason for which a version was given up is shortened to so many characters.
+# The longest recorded reason for giving up a version, in characters.
 _LONGEST_REASON = 1000
 
 
 class FirstRank(Rank):
-    """The rank that publishes versions, once all ranks have written their parts.
+    """Publishes each version as soon as all ranks have written their parts.
 
     Args:
         objects: where the run is.
-        key: signs the run, and the records of the ranks.
-        holding: what this rank holds.
+        key: signs the run and the records of the ranks.
+        holding: the parts that this rank holds.
         publisher: writes the run.
-        endpoint: of readers.
-        make_address: makes the address of the run from the layout of whole versions.
-        timeout: how long the other ranks are waited for, in seconds.
-        poll: the most seconds between two looks for their records.
+        endpoint: the endpoint of readers.
+        make_address: a function from the layout of whole versions to the address of the run.
+        timeout: how long to wait for the other ranks, in seconds.
+        poll: the longest pause between two looks for their records, in seconds.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class FirstRank(Rank):
         self._endpoint = endpoint
         self._make_address = make_address
         self._address: bytes | None = None
-        # Of what all ranks write, which is written with the first version.
+        # The object with the parts of all ranks; it is written with the first version.
         self._piece: Piece | None = None
         self._session = Session(publisher.run, publisher.session, self._size)
         self._write_session(self._read_session())
-        # Ranks that have not found this session yet write their records again when they do.
+        # Ranks that find this session later write their records again.
         self._remove_parts(0)
         self.write_holding(self._session)
 
@@ -78,11 +78,11 @@ class FirstRank(Rank):
         return self._endpoint
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
-        """Publish a version; it can be read when this returns.
+        """Publish a version; readers can read it when this returns.
 
         Raises:
-            StoreError: a rank has not written its part, or the store failed; readers keep what
-                they have.
+            StoreError: a rank has not written its part, or the store failed. Readers keep the
+                version they have.
             ConflictError: another trainer has written to the run.
         """
         del worker_ids
@@ -98,7 +98,7 @@ class FirstRank(Rank):
         return {}
 
     def close(self) -> None:
-        """Write that the sender has closed."""
+        """Mark the run as closed."""
         self._closing.set()
         self._publisher.close()
 
@@ -189,7 +189,7 @@ class FirstRank(Rank):
         return part
 
     def _read_session(self) -> Found | None:
-        """Return the session that is there, which the next one replaces, if it is the run's."""
+        """Return the session's record, which the next one replaces, if it belongs to the run."""
         found = self._objects.look(SESSION)
         try:
             if found is not None:
@@ -212,22 +212,22 @@ class FirstRank(Rank):
             ) from error
 
     def _give_up(self, version: int, error: BaseException) -> None:
-        """Tell the other ranks that a version will not be published."""
+        """Notify the other ranks that a version will not be published."""
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
         self._session = replace(self._session, given_up=version, reason=reason)
         try:
-            # The answer to the last replacement may have been lost.
+            # The last replacement may have succeeded although its answer was lost.
             found = self._objects.look(SESSION)
             if found is not None:
                 standing = Session.from_bytes(found.data, self._key.public)
-                # Another trainer's stays.
+                # Leave the session of another trainer.
                 found = found if standing.session == self._session.session else None
             self._write_session(found)
         except SyncError as failed:
             _log.warning("the other ranks wait for version %d in vain: %s", version, failed)
 
     def _remove_parts(self, version: int) -> None:
-        """Remove the records of versions up to this one, and those of sessions that have ended."""
+        """Remove the records of versions up to this one and of sessions that have ended."""
         try:
             self._publisher.remove_records(version)
         except StoreError as error:

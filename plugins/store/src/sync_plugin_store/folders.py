@@ -1,4 +1,4 @@
-"""Directories for runs that need no place of their own, in the system's temporary directory."""
+"""Temporary directories for runs whose user gives no URL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWNER = ".owner"
 
 
 class OwnFolder:
-    """A new directory of this process; those of this user's processes that have died are removed.
+    """A temporary directory of this process. Making one removes those of dead processes.
 
     Example:
         >>> folder = OwnFolder()
@@ -31,12 +31,12 @@ class OwnFolder:
         _remove_left(Path(tempfile.gettempdir()))
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            # Locked for as long as this process lives.
+            # This process holds the lock for as long as it lives.
             owner = os.open(self.path / _OWNER, os.O_CREAT | os.O_RDWR, mode=0o600)
             self._owner: int | None = owner
             with suppress(BlockingIOError):
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Before it was locked, another process may have removed it.
+                # Another process may have removed the directory before it was locked.
                 if (self.path / _OWNER).exists():
                     return
             os.close(owner)
@@ -51,7 +51,7 @@ class OwnFolder:
 
 def _remove_left(directory: Path) -> None:
     for path in directory.glob(f"{_PREFIX}*"):
-        # Another user's, or one that is being removed; or its process lives and has the lock.
+        # Skip directories of other users and of live processes, and those that are being removed.
         with suppress(OSError):
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue

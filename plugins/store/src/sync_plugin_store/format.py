@@ -1,7 +1,7 @@
-"""The format of a run: a head, manifests and objects; see the page "The format of a run".
+"""The stored form of a run: a head, manifests and objects; see "The format of a run".
 
-Objects and manifests are named by the SHA-256 of their bytes and never change. The head names the
-manifests, and is signed: with the public key, every byte of a run can be checked.
+Objects and manifests are named by the SHA-256 of their bytes and never change. The signed head
+names the manifests, so the public key is enough to check every byte of a run.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ __all__ = [
 
 #: The version of the format.
 FORMAT = 3
-#: That of the manifest of a version that several ranks wrote together.
+#: The format of a manifest for a version that several ranks wrote together.
 RANKS_FORMAT = 2
-#: The name of the one object that is ever replaced.
+#: The name of the head, the only object that is ever replaced.
 HEAD = "HEAD"
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MANIFEST = re.compile(r"manifests/([0-9a-f]{64})\.json")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# No version, size or count is as large.
+# Versions, sizes and counts must be smaller.
 _BEYOND = 1 << 63
-# More pieces, or versions, than these make a manifest or a head that takes long to read.
+# The most pieces of a manifest and versions of a head: more would take long to read.
 _MOST_PIECES = 1_000_000
 MOST_VERSIONS = 10_000
-# Lists and objects of a record beside those with a digest.
+# The most JSON lists and objects without a digest in a record.
 _CONTAINERS = 100
-# As many ranks as no trainer has.
+# More ranks than any trainer has.
 _MOST_RANKS = 100_000
-#: The most that the list of what all ranks hold may take, in bytes.
+#: The largest object with the holdings of all ranks, in bytes.
 MOST_HOLDINGS = 256 << 20
 
 
@@ -78,7 +78,7 @@ def manifest_digest(name: str) -> str | None:
 
 
 def is_name(text: object) -> bool:
-    """Return whether a version can be given a name.
+    """Return whether a text can be the name of a version.
 
     Example:
         >>> is_name("best"), is_name("../best"), is_name("7")
@@ -89,10 +89,10 @@ def is_name(text: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One of the objects whose bytes, one after the other, are a version.
+    """An object with a part of a version; the concatenated pieces are the version.
 
     Args:
-        digest: its SHA-256, by which it is named.
+        digest: its SHA-256, which is also its name.
         nbytes: its size.
     """
 
@@ -102,12 +102,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A ``.safetensors`` file, in pieces.
+    """A ``.safetensors`` file that is stored in pieces.
 
     Args:
-        pieces: the header, and then pieces of the body.
-        chunks: the object with the sizes and digests of the body's chunks, by which readers of a
-            part check what they read; None where the trainer wrote none.
+        pieces: the header, followed by the pieces of the body.
+        chunks: the object with the sizes and digests of the body's chunks, with which readers check
+            parts of the file; None if the trainer wrote none.
     """
 
     pieces: tuple[Piece, ...]
@@ -120,11 +120,11 @@ class File:
 
     @property
     def objects(self) -> tuple[Piece, ...]:
-        """Every object that the file needs."""
+        """All objects that contain the file."""
         return self.pieces if self.chunks is None else (*self.pieces, self.chunks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the file as JSON values."""
         content: dict[str, Any] = {"pieces": [[p.digest, p.nbytes] for p in self.pieces]}
         if self.chunks is not None:
             content["chunks"] = [self.chunks.digest, self.chunks.nbytes]
@@ -132,12 +132,12 @@ class File:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return what `to_json` wrote.
+        """Return the file that `to_json` encoded.
 
         Raises:
-            KeyError: it is something else, as with the next two.
-            TypeError: it is something else.
-            ValueError: it is something else.
+            KeyError: the value is something else.
+            TypeError: the value is something else.
+            ValueError: the value is something else.
         """
         chunks = value.get("chunks")
         made = cls(
@@ -152,22 +152,22 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A version: joined, its pieces are a ``.safetensors`` file; or one such file for each rank.
+    """Describes a version: one ``.safetensors`` file in pieces, or one such file per rank.
 
     Args:
-        run: the run that it belongs to.
+        run: the run to which it belongs.
         version: its number.
-        base: the version that it builds on; 0 for a whole one.
-        base_digest: that of the manifest of the base; "" for a whole version, and for an increment
-            for readers that answer, with whom the sender agrees on the base.
-        created: when it was written, in seconds since 1970, by the trainer's clock.
-        pieces: the header, and then pieces of the body.
-        chunks: the object with the sizes and digests of the body's chunks, by which readers of a
-            part check what they read; None where the trainer wrote none.
+        base: the version that an increment builds on; 0 for a whole version.
+        base_digest: the digest of the base's manifest; "" for a whole version. Also "" for an
+            increment to readers that answer, since the sender agrees on the base with them.
+        created: when it was written by the trainer's clock, in seconds since 1970.
+        pieces: the header, followed by the pieces of the body.
+        chunks: the object with the sizes and digests of the body's chunks, with which readers check
+            parts of the file; None if the trainer wrote none.
         anchor: whether increments may build on this whole version.
-        ranks: the files of the ranks that wrote the version together, in their order, in place of
-            the pieces; none for a version that one process wrote.
-        holdings: the object that says which part of which tensor is in each of these files.
+        ranks: instead of pieces, the file of each rank, in order; empty if one process wrote the
+            version.
+        holdings: the object that lists the parts of tensors in each rank's file.
 
     Example:
         >>> manifest = Manifest(
@@ -186,12 +186,12 @@ class Manifest:
     anchor: bool = False
     ranks: tuple[File, ...] = ()
     holdings: Piece | None = None
-    #: Of the bytes from which it was read.
+    #: The digest of the bytes from which the manifest was read.
     digest: str = field(default="", compare=False)
 
     @property
     def files(self) -> tuple[File, ...]:
-        """The files of the version: one, or one for each rank."""
+        """The files of the version: one, or one per rank."""
         return self.ranks or (File(self.pieces, self.chunks),)
 
     @property
@@ -231,7 +231,7 @@ class Manifest:
         """Return the manifest that `to_bytes` wrote.
 
         Raises:
-            PayloadError: the bytes are something else; the message says what.
+            PayloadError: the bytes are something else; the message says why.
         """
         content = read_json(data, "a manifest", (FORMAT, RANKS_FORMAT))
         try:
@@ -268,13 +268,13 @@ class Head:
 
     Args:
         run: the run, 32 hexadecimal digits.
-        sequence: grows with every replacement of the head.
+        sequence: increases each time the head is replaced.
         version: the newest version; 0 before the first.
-        versions: the digest of the manifest of each version that is kept.
-        names: the versions that have names.
-        address: the digest of the object with the readers' address; None where it has none.
+        versions: the manifest digest of each kept version.
+        names: the named versions, by name.
+        address: the digest of the object with the readers' address; None if there is none.
         closed: whether the trainer has closed its sender.
-        leaving: versions of which no lease is granted any longer: the next head may not have them.
+        leaving: versions that can no longer be leased, since the next head may drop them.
 
     Example:
         >>> key = SigningKey.generate()
@@ -293,10 +293,10 @@ class Head:
     leaving: tuple[int, ...] = ()
 
     def to_bytes(self, key: SigningKey) -> bytes:
-        """Return the head as it is stored: the key and its signature in a line, then the content.
+        """Return the head as stored: a line with the key and the signature, then the content.
 
         Args:
-            key: of the trainer.
+            key: the trainer's key.
         """
         content = write_json(
             {
@@ -318,12 +318,12 @@ class Head:
         """Return the head that `to_bytes` wrote.
 
         Args:
-            data: what the store has.
-            public: the public key that it must be signed with, in hexadecimal.
+            data: the bytes in the store.
+            public: the required public key, in hexadecimal.
 
         Raises:
-            SignatureError: it is signed with another key, or by none.
-            PayloadError: the bytes are something else; the message says what.
+            SignatureError: the data is unsigned or signed with another key.
+            PayloadError: the bytes are something else; the message says why.
         """
         parsed = read_json(signed_by(public, data, HEAD), "a head", (FORMAT,))
         try:
@@ -346,21 +346,21 @@ class Head:
 
 
 def signed(content: bytes, key: SigningKey, purpose: bytes = HEAD_PURPOSE) -> bytes:
-    """Return content after a line with the key and its signature."""
+    """Sign content: return it after a line with the key and the signature."""
     return f"ed25519 {key.public} {key.sign(content, purpose)}\n".encode() + content
 
 
 def signed_by(public: str, data: bytes, what: str, purpose: bytes = HEAD_PURPOSE) -> bytes:
-    """Return the content that `signed` was given.
+    """Check a signature, and return the content that `signed` was given.
 
     Args:
-        public: the public key that it must be signed with, in hexadecimal.
-        data: what the store has.
-        what: it is, for messages.
+        public: the required public key, in hexadecimal.
+        data: the bytes in the store.
+        what: what the data is, for messages.
         purpose: see `SigningKey.sign`.
 
     Raises:
-        SignatureError: it is signed with another key, or by none.
+        SignatureError: the data is unsigned or signed with another key.
     """
     if not data:
         raise SignatureError(
@@ -385,13 +385,13 @@ def read_json(data: bytes, what: str, formats: Sequence[int]) -> dict[str, Any]:
 
     Args:
         data: any bytes.
-        what: it is, for messages.
-        formats: those that this release reads.
+        what: what the data is, for messages.
+        formats: the formats that this release reads.
 
     Raises:
-        PayloadError: it is something else, or of another format.
+        PayloadError: the data is not such a record, or has an unknown format.
     """
-    # Each takes 60 bytes of memory and more: those of other records have a digest.
+    # Each list or object takes at least 60 bytes of memory. Genuine ones contain a digest.
     if data.count(b"[") + data.count(b"{") > _CONTAINERS + len(data) // 64:
         raise PayloadError(f"{what} has too many lists for its {len(data)} bytes")
     try:
@@ -416,13 +416,13 @@ def read_digest(value: object) -> str:
 
 
 def read_piece(value: Any) -> Piece:
-    """Return an object that is written as its digest and size, or raise `ValueError`."""
+    """Return the piece that a list of digest and size describes, or raise `ValueError`."""
     digest, nbytes = value
     return Piece(read_digest(digest), read_count(nbytes))
 
 
 def read_count(value: object) -> int:
-    """Return a natural number, or raise `ValueError`."""
+    """Return a non-negative integer, or raise `ValueError`."""
     if type(value) is not int or not 0 <= value < _BEYOND:
         raise ValueError(f"{value!r:.80} is not a natural number")
     return value

@@ -1,8 +1,8 @@
-"""The parts of a version that ranks write together: which rank writes what, and where it is found.
+"""Assigns the parts of a version to the ranks that write them, and finds them for readers.
 
-Each rank knows the parts that it holds. From those of all ranks, every rank computes the same
-assignment: of ranks that hold the same region of a tensor, one writes it. A version's manifest
-refers to the assignment, and readers plan by it.
+From the parts that each rank holds, every rank computes the same assignment: if several ranks hold
+the same region of a tensor, one of them writes it. A version's manifest refers to the assignment,
+and readers plan their reads with it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A part of a tensor.
+    """A region of a tensor that a reader requests.
 
     Args:
-        view: the name under which it is written.
+        view: the name under which the reader writes it.
         name: the name of the tensor in the version.
-        region: the part.
+        region: the range in each dimension.
         shape: the shape of the whole tensor.
     """
 
@@ -56,15 +56,15 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A part of what a reader wants, and where it lies.
+    """The location, in one file, of a part of a requested region.
 
     Args:
-        view: the position of what is wanted.
-        file: the position of the file of the version.
+        view: the index of the request.
+        file: the index of the file in the version.
         name: the tensor in that file.
-        shape: its shape; None where any will do.
-        region: the part, in coordinates of that tensor.
-        at: the part, in coordinates of what is wanted.
+        shape: its shape; None to accept any shape.
+        region: the part in coordinates of that tensor.
+        at: the part in coordinates of the requested region.
     """
 
     view: int
@@ -76,37 +76,37 @@ class Copy:
 
 
 class JoinedHoldings:
-    """The parts that all ranks write, each element once.
+    """The parts that all ranks write; together they have each element exactly once.
 
     Args:
-        ranks: the parts of each rank, in the order of the ranks.
+        ranks: the parts of each rank, by rank.
 
     Raises:
-        LayoutMismatchError: they overlap, leave gaps, or the ranks do not agree on a tensor; the
-            tensors are named.
+        LayoutMismatchError: parts overlap or leave gaps, or ranks do not agree on a tensor. The
+            message names the tensors.
     """
 
     def __init__(self, ranks: Sequence[Holding]) -> None:
         self.ranks = tuple(ranks)
         self._model = WholeModel(self.ranks)
-        #: Names, dtypes and shapes of the tensors that readers have.
+        #: Names, dtypes and shapes of the readers' tensors.
         self.layout = self._model.layout
         self.copies(self.everything())
 
     def everything(self) -> tuple[Wanted, ...]:
-        """Return what a reader of all tensors wants."""
+        """Return the requests for all tensors, whole."""
         return tuple(
             Wanted(s.name, s.name, whole_region(s.shape), s.shape) for s in self.layout.specs
         )
 
     def copies(self, wanted: Sequence[Wanted]) -> list[Copy]:
-        """Return where the parts of what a reader wants lie.
+        """Return the locations of all requested parts.
 
         Args:
-            wanted: each of them has another view.
+            wanted: the requests, each with a different view.
 
         Raises:
-            LayoutMismatchError: the version does not have that.
+            LayoutMismatchError: the version does not have a requested part.
         """
         held = {each.view: self._model.held(each.name) for each in wanted}
         found = plan_parts(held, {each.view: each.region for each in wanted})
@@ -124,16 +124,16 @@ class JoinedHoldings:
         return copies
 
     def to_bytes(self) -> bytes:
-        """Return them as they are stored; the same for the same parts."""
+        """Return the parts as stored; equal parts give equal bytes."""
         return write_holdings(self.ranks)
 
     @staticmethod
     @lru_cache(maxsize=4)
     def from_bytes(data: bytes) -> JoinedHoldings:
-        """Return what `to_bytes` wrote.
+        """Return the parts that `to_bytes` wrote.
 
         Raises:
-            PayloadError: it is something else, or its parts overlap or leave gaps.
+            PayloadError: the bytes are something else, or the parts overlap or leave gaps.
         """
         ranks = read_holdings(data)
         expected = [(rank, len(ranks)) for rank in range(len(ranks))]
@@ -146,12 +146,12 @@ class JoinedHoldings:
 
 
 def assign(holdings: Sequence[Holding]) -> JoinedHoldings:
-    """Return the parts that each rank writes of those that it holds.
+    """Choose which of its parts each rank writes.
 
-    Of ranks that hold the same region, the one writes it that writes the fewest bytes so far.
+    If several ranks hold a region, the rank with the fewest bytes so far writes it.
 
     Args:
-        holdings: what each rank holds, in the order of the ranks.
+        holdings: the parts that each rank holds, by rank.
 
     Raises:
         LayoutMismatchError: see `JoinedHoldings`.
@@ -168,7 +168,7 @@ def assign(holdings: Sequence[Holding]) -> JoinedHoldings:
         >>> str(joined.layout.specs[1])
         'bias: float32[4]'
     """
-    # Says where they differ.
+    # Raises where the ranks differ.
     whole_model = WholeModel(holdings)
     tied = {alias for holding in holdings for alias, _ in holding.aliases}
     holders: dict[str, dict[Region, list[int]]] = defaultdict(dict)
@@ -200,16 +200,16 @@ def assign(holdings: Sequence[Holding]) -> JoinedHoldings:
 
 
 def write_holdings(holdings: Sequence[Holding]) -> bytes:
-    """Return what ranks hold as it is stored; the same for the same parts."""
+    """Encode what ranks hold; equal parts give equal bytes."""
     content = [holding.to_json() for holding in holdings]
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def read_holdings(data: bytes) -> list[Holding]:
-    """Return what `write_holdings` was given.
+    """Decode the bytes from `write_holdings`.
 
     Raises:
-        PayloadError: it is something else.
+        PayloadError: the bytes are something else.
     """
     try:
         return [Holding.from_json(each) for each in json.loads(data)]
@@ -218,5 +218,5 @@ def read_holdings(data: bytes) -> list[Holding]:
 
 
 def file_layout(holding: Holding) -> Layout:
-    """Return the layout of the file that a rank writes, without extras."""
+    """Return the layout of a rank's file, without extras."""
     return Layout.of_kinds((t.name, t.dtype, shape_of(t.region)) for t in holding.tensors)

@@ -1,8 +1,9 @@
-"""Increments in a run: whole versions, the anchors, and between them what changed since the last.
+"""Increments in a run: versions that contain only the changes since the version before.
 
-A reader that joins late takes the newest anchor and what follows it. The manifest of an increment
-names that of its base, so that an increment of a run that went back applies to nothing else: the
-digests of objects and manifests check every byte, and increments need no checksums of their own.
+A reader that joins late reads the newest anchor, which is a whole version, and the increments after
+it. An increment's manifest names its base by digest, so it cannot be applied to another version of
+the same number. Increments need no checksums, since digests of objects and manifests already cover
+every byte.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ __all__ = ["IncrementReader", "IncrementWriter"]
 
 
 class IncrementWriter:
-    """The trainer's side: makes increments of versions, and remembers what was published.
+    """Makes increments from versions, for the trainer.
 
     Args:
-        anchor_every: how many versions from one anchor to the next, at most.
+        anchor_every: the most versions from one anchor to the next.
     """
 
     def __init__(self, anchor_every: int) -> None:
         self._every = anchor_every
         self._history = IncrementHistory(Increments.below, checked=False)
-        # The newest version that was published, the digest of its manifest, and how many since the
-        # anchor, with it.
+        # The newest published version, the digest of its manifest, and the number of versions since
+        # the anchor, including it.
         self._published, self._digest = 0, ""
         self._count = 0
 
     def publish(self, payload: Payload, write: Callable[..., str]) -> str:
-        """Publish a version, as an increment where that is short and an anchor is not due.
+        """Publish a version, as an increment if that is shorter and no anchor is due.
 
         Args:
             payload: the version.
-            write: publishes what it is given, and the digest of the manifest of its base. Where it
-                raises, the next increment builds on the version before.
+            write: a function that publishes a payload, given the digest of its base's manifest. If
+                it raises, the next increment builds on the version before.
         """
         self._history.record(payload)
         patch = None
@@ -57,32 +58,32 @@ class IncrementWriter:
 
 
 class IncrementReader:
-    """A reader's side: keeps the newest version packed, and applies increments to it.
+    """Applies increments to a packed copy of the newest version, for a reader.
 
-    Nothing is kept of a run without increments. One thread calls its methods; what it has given
-    out may be released by another.
+    There is no copy for a run without increments. Only one thread may call the methods; any thread
+    may release the payloads that they return.
     """
 
     def __init__(self) -> None:
         self._kept: PackedVersion | None = None
-        #: The digest of the manifest of the version that is kept; "" for none.
+        #: The manifest digest of the kept version; "" for none.
         self.digest = ""
-        # Whether what is kept is read by the caller, so that it must not change.
+        # Whether the caller still reads the kept version, which must not change then.
         self._lent = False
 
     def needs(self, manifest: Manifest) -> bool:
-        """Return whether a version needs its base, since what is kept is older."""
+        """Return whether a version's base must be read first, since it is not kept."""
         return manifest.base > 0 and (manifest.base_digest or None) != self.digest
 
     def make(self, chain: Sequence[Manifest], payloads: Sequence[Payload]) -> Payload:
-        """Return a version, whole.
+        """Return a whole version, made from its chain.
 
         Args:
-            chain: the version, last, and those that it needs.
-            payloads: what has been read of each.
+            chain: the version's bases, the oldest first, and then the version itself.
+            payloads: the payload of each.
 
         Raises:
-            PayloadError: they do not fit each other; nothing is kept.
+            PayloadError: the payloads do not fit each other; the kept version is dropped.
         """
         whole: Payload | None = None
         for manifest, payload in zip(chain, payloads, strict=True):
@@ -103,7 +104,7 @@ class IncrementReader:
         self._kept, self.digest = kept, manifest.digest
 
     def _apply(self, manifest: Manifest, payload: Payload) -> Payload:
-        """Apply an increment to what is kept."""
+        """Apply an increment to the kept version."""
         kept, digest, self._kept, self.digest = self._kept, self.digest, None, ""
         if kept is None:
             raise PayloadError(

@@ -1,4 +1,4 @@
-"""Keys of runs: a trainer signs with its own, readers have the public one in their addresses."""
+"""Keys of runs: a trainer signs with a private key; addresses contain the public key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sync_plugin_store.errors import SignatureError
 
 __all__ = ["HEAD_PURPOSE", "PARTS_PURPOSE", "SigningKey", "verify"]
 
-#: Signed content begins with its purpose, so that a signature holds for nothing else.
+#: Signed content begins with its purpose, so a signature is not valid for another purpose.
 HEAD_PURPOSE, PARTS_PURPOSE = b"sync-plugin-store HEAD 1\n", b"sync-plugin-store parts 2\n"
 
 
@@ -25,7 +25,7 @@ class SigningKey:
 
     Args:
         key: the private key.
-        path: the file that has it; None for a key in memory.
+        path: its file; None for a key in memory.
 
     Example:
         >>> key = SigningKey.generate()
@@ -34,19 +34,19 @@ class SigningKey:
 
     def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
         self._key = key
-        #: The file that has it; None for a key in memory.
+        #: The file with the key; None for a key in memory.
         self.path = None if path is None else path.absolute()
         #: The public key, in hexadecimal.
         self.public = key.public_key().public_bytes_raw().hex()
 
     @classmethod
     def generate(cls) -> SigningKey:
-        """Return a new key, which is in this process alone."""
+        """Return a new key that exists only in this process."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def of_file(cls, path: Path) -> SigningKey:
-        """Return the key in a PEM file, which is made, for its user alone, where there is none.
+        """Return the key in a PEM file; make the file, readable only by its user, if missing.
 
         Raises:
             OptionError: the file holds something else, or cannot be read.
@@ -73,13 +73,13 @@ class SigningKey:
 
 
 def _make(path: Path) -> None:
-    """Write a new key, unless another process, such as another rank, has written one first."""
+    """Write a new key, unless another process, such as another rank, has written one."""
     text = Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    # The file appears with all of its bytes, and is never replaced.
+    # The file appears complete and is never replaced.
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode=0o600)
     try:
@@ -98,10 +98,10 @@ def verify(public: str, signature: str, content: bytes, purpose: bytes = HEAD_PU
         public: the public key, in hexadecimal.
         signature: in hexadecimal.
         content: what was signed.
-        purpose: what for.
+        purpose: see `SigningKey.sign`.
 
     Raises:
-        SignatureError: it was made with another key, or of something else.
+        SignatureError: the signature is from another key or for other content.
 
     Example:
         >>> key = SigningKey.generate()

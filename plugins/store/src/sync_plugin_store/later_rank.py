@@ -1,4 +1,4 @@
-"""The other ranks of a sharded trainer: they write their parts, and wait for the first rank."""
+"""The later ranks of a sharded trainer: they write their parts and wait for the first rank."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _log = logging.getLogger("sync_core")
 
 
 class LaterRank(Rank):
-    """A rank that writes its parts, and waits until the first rank has published them.
+    """Writes a rank's parts, and waits until the first rank has published them.
 
     Args:
         objects: where the run is.
-        key: signs the records; that of the run.
-        holding: what this rank holds.
+        key: the run's key, which signs the records.
+        holding: the parts that this rank holds.
         writer: writes the pieces.
-        timeout: how long the other ranks are waited for, in seconds.
-        poll: the most seconds between two looks for what they have written.
+        timeout: how long to wait for the other ranks, in seconds.
+        poll: the longest time between two looks for their records, in seconds.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class LaterRank(Rank):
         self._reader = RunReader([objects], key.public, timeout=timeout, streams=1)
         self._session: Session | None = None
         self._tag: str | None = None
-        # The version that had been given up when the session was first seen: perhaps by a trainer
-        # that has ended.
+        # The version that was already given up when this rank first read the session, perhaps by a
+        # trainer that has ended.
         self._given_up = 0
-        # The session with which a version was published.
+        # The session in which the last version was published.
         self._bound = ""
-        # The newest version that has this rank's part, and the digests of that.
+        # The newest version with this rank's part, and the digests of the part's objects.
         self._last, self._known = 0, frozenset[str]()
-        # The reason for which the parts of all ranks do not make up a model.
+        # The reason why the parts of all ranks do not make up a model.
         self._mismatch: LayoutMismatchError | None = None
-        # The other ranks learn early what this one holds.
+        # Notify the other ranks early of the parts that this one holds.
         self._look_session()
 
     def address(self, worker_id: int) -> StoreEndpoint:
@@ -73,7 +73,7 @@ class LaterRank(Rank):
         return StoreEndpoint(urls=[self._objects.url], key=self._key.public, run=run)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
-        """Write this rank's part of a version; it can be read when this returns.
+        """Write this rank's part of a version; readers can read the version when this returns.
 
         Raises:
             StoreError: the first rank has not published the version, or the store failed.
@@ -102,7 +102,7 @@ class LaterRank(Rank):
         self._name_left()
 
     def _write(self, payload: Payload, after: int, deadline: float) -> None:
-        """Write this rank's part for each session that is met, until the version is published."""
+        """Write this rank's part, again for each new session, until the version is published."""
         version = payload.version
         written: tuple[JoinedSession, File] | None = None
 
@@ -112,7 +112,7 @@ class LaterRank(Rank):
             if head is not None and head.version >= version:
                 return True
             if head is not None and head.closed and self._bound:
-                # It may have given the version up before, and says why.
+                # Rank 0 may have given the version up before, for a reason in its record.
                 self._look_joined(version)
                 raise StoreError(
                     f"version {version} was not published, as rank 0 has closed its sender"
@@ -123,7 +123,7 @@ class LaterRank(Rank):
             if written and written[0].digest == now.digest:
                 file = written[1]
             else:
-                # In a session that has ended, ranks may have held something else.
+                # In a session that has ended, ranks may have held other parts.
                 known = self._known if after else ()
                 file = self._writer.write(self.part_of(payload, now), known)
             self._write_part(version, after, now, file)
@@ -148,7 +148,7 @@ class LaterRank(Rank):
         self._bound = joined.session
         self._last = version
         self._known = frozenset(piece.digest for piece in file.objects)
-        # Of sends that have failed.
+        # Objects of failed sends.
         self._name_left(*file.objects)
 
     def _write_part(self, version: int, after: int, joined: JoinedSession, file: File) -> None:
@@ -158,7 +158,7 @@ class LaterRank(Rank):
         self._objects.put(part_name(session, version, self._rank), part.to_bytes(self._key))
 
     def _name_left(self, *but: Piece) -> None:
-        """Name what was written, but for some objects, so that rank 0 can remove it."""
+        """Record the written objects, except some, so that rank 0 can remove them."""
         said = () if self._said is None else (self._said,)
         left = self._writer.take_written((*but, *said))
         if self._session is not None:
@@ -167,7 +167,7 @@ class LaterRank(Rank):
     def _withdraw(self, version: int) -> None:
         """Remove the record of a part, so that rank 0 does not join it with parts of later sends.
 
-        Ranks count versions alone, and rank 0 may not have sent this one.
+        Each rank counts versions on its own, and rank 0 may not have sent this one.
         """
         if self._session is None:
             return
@@ -177,11 +177,11 @@ class LaterRank(Rank):
             _log.warning("a part of version %d stays in %s: %s", version, self._objects.url, error)
 
     def _look_joined(self, version: int) -> JoinedSession | None:
-        """Return the parts that all ranks write; None while some have not begun.
+        """Return the parts that all ranks write; None while some ranks have not begun.
 
         Raises:
-            StoreError: the first rank has given the version up.
-            LayoutMismatchError: the same, as the ranks do not hold a whole model.
+            StoreError: the first rank has given up the version.
+            LayoutMismatchError: the ranks do not hold a whole model, so the version was given up.
         """
         session = self._look_session()
         if session is None:
@@ -189,9 +189,9 @@ class LaterRank(Rank):
         if session.given_up >= version and session.given_up != self._given_up:
             head = self._reader.look()
             if head is not None and head.version >= version:
-                # Published since the last look: rank 0 lost the answer about it, and gave it up.
+                # The version was published, but rank 0 lost the store's answer and gave it up.
                 return None
-            # Each rank finds out alone that the ranks do not hold a whole model.
+            # Each rank detects on its own that the ranks do not hold a whole model.
             self.join(session)
             raise StoreError(
                 f"version {version} was not published, as rank 0 has given it up: {session.reason}"
@@ -199,12 +199,12 @@ class LaterRank(Rank):
         try:
             return self.join(session)
         except LayoutMismatchError as error:
-            # In a session that has ended, ranks may have held something else.
+            # In a session that has ended, ranks may have held other parts.
             self._mismatch = error
             return None
 
     def _look_session(self) -> Session | None:
-        """Return the session; tell its ranks what this one holds where it is a new one."""
+        """Return the session; if it is new, write what this rank holds for its other ranks."""
         found = self._objects.look(SESSION, self._tag)
         if found is None:
             return self._session
@@ -222,7 +222,7 @@ class LaterRank(Rank):
             )
         new = self._session is None or session.session != self._session.session
         if new and session.size != self._size:
-            # One that has ended may have had other ranks.
+            # A session that has ended may have had other ranks.
             return None
         if new:
             self._mismatch, self._given_up = None, session.given_up

@@ -1,4 +1,4 @@
-"""Leases: small objects by which readers that may write keep versions."""
+"""Leases: small objects with which readers that can write to the store keep versions."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from sync_plugin_store.objects import ListedObject, Objects
 __all__ = ["Lease", "lease_name", "leased_versions", "store_time"]
 
 _LEASES = "leases/"
-# The names of `lease_name`. Leases that other programs have written under other names count, and
-# are left to them.
+# Names from `lease_name`. Leases under other names, written by other programs, are respected but
+# never removed.
 _OURS = re.compile(rf"{_LEASES}[0-9a-f]{{16}}\.json")
 _log = logging.getLogger("sync_core")
-# A lease that was written wrongly keeps a version for this long at most, in seconds.
+# A wrong lease keeps a version for at most this long, in seconds.
 _LONGEST_LEASE = 30 * 86400.0
-# A lease takes less, in bytes.
+# An upper bound on the size of a lease, in bytes.
 _LARGEST_LEASE = 1 << 12
 
 
 def lease_name() -> str:
-    """Return a name for a lease."""
+    """Return a new name for a lease."""
     return f"{_LEASES}{secrets.token_hex(8)}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease of a version, for a reader that may write: a small object.
+    """A reader's request to keep a version for some time, stored as a small object.
 
     Args:
         version: the version.
-        seconds: how long it is kept from the time at which the lease was written.
-        run: the run's id; "" where it is not known.
+        seconds: how long to keep it, from the time at which the lease was written.
+        run: the run's id; "" if unknown.
     """
 
     version: int
@@ -63,21 +63,21 @@ class Lease:
 
 
 def leased_versions(objects: Objects, run: str, versions: Iterable[int]) -> set[int]:
-    """Return the versions that readers have leases of, and remove the run's that have ended.
+    """Return the leased versions, and remove the run's expired leases.
 
     Args:
         objects: where the run is.
         run: the run's id.
-        versions: those that are kept; all of them stay where a lease cannot be read.
+        versions: the kept versions; all count as leased if a lease cannot be read.
     """
     found = list(objects.list(_LEASES))
     if not found:
         return set()
-    # By the store's clock: a manifest has just been written.
+    # The store's clock: a manifest has just been written.
     now = store_time(objects.list("manifests/"))
     leased = set[int]()
     for each in found:
-        # Any reader may write them, and no one's lease may end a send.
+        # Any reader may write leases, and a bad one must not make a send fail.
         try:
             lease = _read(objects, each)
         except StoreError as error:
@@ -86,7 +86,7 @@ def leased_versions(objects: Objects, run: str, versions: Iterable[int]) -> set[
             continue
         if lease is None or lease.run not in ("", run):
             continue
-        # Not true of a time that is not a number, or is years ahead.
+        # False for NaN and for times that are years ahead.
         if -_LONGEST_LEASE < now - each.modified <= lease.seconds:
             leased.add(lease.version)
         elif lease.run and _OURS.fullmatch(each.name):
@@ -96,7 +96,7 @@ def leased_versions(objects: Objects, run: str, versions: Iterable[int]) -> set[
 
 
 def store_time(listed: Iterable[ListedObject]) -> float:
-    """Return the time by the store's clock: the newest object tells it, unless that is ahead."""
+    """Return the store's time: that of its newest object, but not later than this host's."""
     return min(max((each.modified for each in listed), default=0.0), time.time())
 
 

@@ -1,4 +1,4 @@
-"""A copy of a run near its readers, so that a version crosses a long link once."""
+"""Copy a run near its readers, so that each version crosses a slow link only once."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ from sync_plugin_store.web import serve
 __all__ = ["Mirror"]
 
 _log = logging.getLogger("sync_core")
-# How long closing waits for an object that is being copied, in seconds.
+# How long `close` waits for the copy of an object, in seconds.
 _CLOSING = 10.0
 
 
 class Mirror:
-    """Copies the newest version of a run into a directory, checks it, and serves it by HTTP.
+    """Copies the newest version of a run into a directory, checks it, and serves it over HTTP.
 
-    Readers there use `url`, or the directory. They check signatures and digests again, so that a
-    mirror need not be trusted.
+    Nearby readers use `url` or the directory. They check signatures and digests themselves, so they
+    need not trust the mirror.
 
     Args:
         url: where the run is.
-        directory: where the copy goes; made if missing.
+        directory: the directory for the copy; made if missing.
         key: the trainer's public key, in hexadecimal; see `Run.key_of`.
-        host: the address to listen on; others than loopback let every host there read.
+        host: the address to listen on; with any but loopback, other hosts can read the weights.
         port: the port; 0 for a free one.
         poll: seconds between two looks for a new version.
-        grace: how long what is gone from the run stays for those that read it, in seconds.
-        timeout: how long a place that fails is tried again, in seconds.
+        grace: how long to keep objects that the run has removed, for readers that still read them,
+            in seconds.
+        timeout: how long failed requests are retried, in seconds.
 
     Raises:
-        OptionError: the directory holds other things, and no run.
-        SignatureError: the directory holds a run of another key.
+        OptionError: the directory is not empty and has no run.
+        SignatureError: the directory has a run with another key.
 
     Example:
         >>> import tempfile, torch
@@ -90,33 +91,33 @@ class Mirror:
         found = self._copy.look(HEAD)
         check_unused(self._copy, found)
         if found is not None and found.data:
-            # Of another run with this key: its place is taken.
+            # Replace another run only if it has the same key.
             signed_by(key, found.data, f"{HEAD} in {directory}")
         path.mkdir(parents=True, exist_ok=True)
-        # What alone may be removed.
+        # Only these objects may be removed.
         self._named: NamedObjects | None = None
         self._poll, self._grace = poll, grace
-        # Those of the versions that are copied.
+        # The manifests of the copied versions.
         self._manifests: dict[int, Manifest] = {}
-        # The names of objects whose bytes are right.
+        # The names of the objects whose bytes were checked.
         self._checked = set[str]()
-        # When what is not needed any longer was first seen so, by its name.
+        # By object: when it was first seen to be unneeded.
         self._unneeded: dict[str, float] = {}
         self._updating = threading.Lock()
         self._ended = threading.Event()
         self._closed = ExitStack()
         #: The URL for readers.
         self.url = self._closed.enter_context(serve(directory, host, port))
-        #: The newest version that is there.
+        #: The newest version that was copied.
         self.version = 0
         self._thread = threading.Thread(target=self._follow, name="sync-mirror", daemon=True)
         self._thread.start()
 
     def update(self) -> int:
-        """Copy the newest version, if it is not there; return it.
+        """Copy the newest version, unless it was copied already, and return it.
 
         Raises:
-            SyncError: it cannot be read or written; the copy keeps what it has.
+            SyncError: the version cannot be read or written; the copy stays as it is.
         """
         with self._updating:
             head = self._reader.look()
@@ -125,7 +126,7 @@ class Mirror:
             self._manifests = self._wanted(head)
             for version, manifest in self._manifests.items():
                 digest = head.versions[version]
-                # First, as it proves that the objects are the run's.
+                # First, since the manifest proves that the objects are the run's.
                 self._copy_record(manifest_name(digest), digest)
                 self._copy_objects(manifest)
             if head.address is not None:
@@ -136,7 +137,7 @@ class Mirror:
             return self.version
 
     def close(self) -> None:
-        """End the threads; the directory stays as it is."""
+        """Stop the server and the threads; the directory stays as it is."""
         self._ended.set()
         self._reader.close()
         if threading.current_thread() is not self._thread:
@@ -159,7 +160,7 @@ class Mirror:
             self._ended.wait(self._poll)
 
     def _wanted(self, head: Head) -> dict[int, Manifest]:
-        """Return the versions to copy: the newest and the named ones, with what they build on."""
+        """Return the versions to copy: the newest, the named ones, and their bases."""
         wanted, todo = dict[int, Manifest](), [head.version, *head.names.values()]
         while todo:
             version = todo.pop()
@@ -184,7 +185,7 @@ class Mirror:
                 self._checked.add(name)
 
     def _copy_record(self, name: str, digest: str) -> None:
-        """Copy the bytes of a small object, which may have entries that this release ignores."""
+        """Copy a small object unchanged, including entries that this release ignores."""
         found = self._copy.look(name)
         if found is None or digest_of(found.data) != digest:
             data = self._reader.read_record(name, digest)
@@ -197,7 +198,7 @@ class Mirror:
             with suppress(SignatureError, PayloadError):
                 copied = Head.from_bytes(found.data, self._key)
                 if copied.run == head.run and copied.sequence > head.sequence:
-                    # This mirror has begun again, and does not know what it has seen before.
+                    # After a restart, the mirror's own head is the only record of what it has seen.
                     raise RolledBackError(
                         f"{self._copy.url} has version {copied.version} of the run, and where it "
                         f"is copied from an older head, of version {head.version}"
@@ -206,7 +207,7 @@ class Mirror:
             self._copy.swap(HEAD, self._reader.head_bytes, None if found is None else found.tag)
 
     def _has(self, name: str, piece: Piece) -> bool:
-        """Return whether an object is there; one that was there before is read once."""
+        """Return whether an object was copied; check those of earlier processes once."""
         try:
             if (self._copy.path / name).stat().st_size != piece.nbytes:
                 return False
@@ -221,7 +222,7 @@ class Mirror:
         return True
 
     def _remove(self, head: Head) -> None:
-        """Remove what the run has not had for the grace."""
+        """Remove objects that the run has not needed for the grace period."""
         needed = {manifest_name(digest) for digest in head.versions.values()}
         copied = self._manifests.values()
         needed |= {object_name(piece.digest) for each in copied for piece in each.objects}
@@ -234,7 +235,7 @@ class Mirror:
         if head.address is not None:
             self._named.note([Piece(head.address, 0)])
         now = time.monotonic()
-        # Manifests last, as they prove that the others are the run's.
+        # Manifests last, since they prove that the objects are the run's.
         listed = [*(each.name for each in self._copy.list("objects/")), *manifests]
         unneeded = [name for name in listed if name not in needed and self._removable(name)]
         self._checked &= needed

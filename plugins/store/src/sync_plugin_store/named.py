@@ -1,7 +1,8 @@
-"""The objects of a place that belong to a run: no others there may be replaced or removed.
+"""Tracks the objects that belong to a run: only these may be replaced or removed.
 
-A place may hold files of other people and programs, also below ``objects/`` and also under names of
-the format's own form. A run's own are those that one of its manifests has named.
+The same directory or bucket may have files of other people and programs, even below ``objects/``
+and with names that look like the run's. An object belongs to a run if one of its manifests has
+named it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sync_plugin_store.objects import Directory, Found, Objects, is_temporary
 
 __all__ = ["NamedObjects", "check_unused"]
 
-# Names that a run may have before it has a head.
+# Names of objects that may exist before the run has a head.
 _FORM = re.compile(
     r"(?:channels/[0-9a-f]{16}/)?(?:|\.lock|\.owner|objects/[0-9a-f]{64}|manifests/[0-9a-f]{64}\.json"
     r"|(?:leases|parts)/[^/]+\.json|answers/sync-[0-9a-f]{16}/[^/]+)"
@@ -35,10 +36,10 @@ _FORM = re.compile(
 
 
 class NamedObjects:
-    """The names of objects and manifests that manifests of one run have named.
+    """The names of the objects and manifests that belong to a run.
 
     Args:
-        objects: where the run is.
+        objects: the store with the run.
         run: the run's id.
 
     Example:
@@ -52,25 +53,25 @@ class NamedObjects:
         self._objects = objects
         self._run = run
         self._names = set[str]()
-        # Manifests that were read, by name; None for others'. They never change.
+        # By name: manifests that were read; None for those of other runs. Manifests never change.
         self._read: dict[str, Manifest | None] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def note(self, pieces: Iterable[Piece]) -> None:
-        """Take note of objects of the run."""
+        """Add objects of the run."""
         self._names.update(object_name(piece.digest) for piece in pieces)
 
     def note_manifest(self, digest: str, manifest: Manifest) -> None:
-        """Take note of a manifest of the run, and of the objects that it names."""
+        """Add a manifest of the run and the objects that it names."""
         name = manifest_name(digest)
         self._read[name] = manifest
         self._names.add(name)
         self.note(manifest.objects)
 
     def read(self, names: Iterable[str]) -> None:
-        """Take note of those of some manifests that are the run's."""
+        """Read manifests, and add the run's own."""
         for name in names:
             digest = manifest_digest(name)
             if digest is None or name in self._read:
@@ -84,23 +85,23 @@ class NamedObjects:
                         self.note_manifest(digest, manifest)
 
     def forget(self, name: str) -> None:
-        """Forget a name that was removed."""
+        """Drop the name of a removed object."""
         self._names.discard(name)
         self._read.pop(name, None)
 
     def objects_of(self, name: str) -> set[str]:
-        """Return the names of the objects that a manifest of the run has named."""
+        """Return the names of the objects in a manifest of the run."""
         manifest = self._read.get(name)
         return {object_name(piece.digest) for piece in manifest.objects} if manifest else set()
 
 
 def check_unused(objects: Objects, head: Found | None, key_file: Path | None = None) -> None:
-    """Raise `OptionError` where a place holds other things, and no run.
+    """Raise `OptionError` if a place for a run has other files and no run.
 
     Args:
-        objects: the place.
-        head: its `HEAD`.
-        key_file: the trainer's key, which may lie there.
+        objects: the place for the run.
+        head: its `HEAD`, if any.
+        key_file: the trainer's key file, which may be in the place.
     """
     if head is not None:
         if head.data and not head.data.startswith(b"ed25519 "):
@@ -114,7 +115,7 @@ def check_unused(objects: Objects, head: Found | None, key_file: Path | None = N
             continue
         if key_file is not None and isinstance(objects, Directory):
             path = objects.path / name
-            # Another rank may be making it.
+            # Another rank may be making the key file.
             if path.parent == key_file.parent and path.name.lstrip(".").startswith(key_file.name):
                 continue
         raise OptionError(

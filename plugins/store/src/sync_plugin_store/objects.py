@@ -1,4 +1,4 @@
-"""Places of runs: bytes under names in a directory, an object store, or behind a web server."""
+"""Named objects in a directory, in an object store, or behind a web server."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ __all__ = [
     "open_objects",
 ]
 
-#: Longer records (HEAD, manifests) are refused, in bytes.
+#: The longest record (HEAD, manifests) that is accepted, in bytes.
 LONGEST_RECORD = 1 << 24
-#: Longer headers of safetensors are refused, as by safetensors itself, in bytes.
+#: The longest header that is accepted, as in the safetensors library, in bytes.
 MAX_HEADER_BYTES = 100_000_000
-#: Pieces in which bytes arrive from a network, in bytes: what a broken transfer loses at most.
+#: The size of network reads, in bytes; a broken transfer loses at most one.
 PIECE = 1 << 20
 _WEB = ("http://", "https://")
-# From one try of a broken transfer to the next, in seconds; doubled up to the longest.
+# The first pause before a retry, in seconds; it doubles up to `LONGEST_PAUSE`.
 _FIRST_PAUSE = 0.05
-#: The longest of these pauses.
+#: The longest pause before a retry, in seconds.
 LONGEST_PAUSE = 2.0
-# Of files that are being written, before their random part.
+# The prefix of the names of unfinished files; a random part follows.
 _TEMPORARY = ".sync-store-"
 _IS_TEMPORARY = re.compile(r"(?:[a-z]+/)?\.sync-store-[0-9a-f]{16}")
-# What a loss of power may take, since it ends what needs it.
+# A loss of power may delete these objects, since it also ends their users.
 _VOLATILE = ("answers/", "parts/")
 
 
 class NoRangesError(StoreError):
-    """A web server brings whole objects alone."""
+    """A web server serves only whole objects."""
 
     @classmethod
     def of(cls, url: str) -> Self:
-        """Return the error about a server."""
+        """Return the error for a server."""
         return cls(
             f"{url} brings whole objects alone, and readers of a shard ask for parts of them; "
             "serve the run by: sync-core serve DIRECTORY, or by another server with ranges, such "
@@ -73,7 +73,7 @@ class NoRangesError(StoreError):
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether a name is that of a file that `Directory.put` was writing.
+    """Return whether a name is that of an unfinished file of `Directory.put`.
 
     Example:
         >>> is_temporary("objects/.sync-store-0123456789abcdef"), is_temporary("objects/.half")
@@ -84,11 +84,11 @@ def is_temporary(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A small object, as it is now.
+    """A small object in its current state.
 
     Args:
         data: its bytes.
-        tag: names this state of it, for `Objects.look` and `Objects.swap`.
+        tag: names this state, for `Objects.look` and `Objects.swap`.
     """
 
     data: bytes
@@ -111,18 +111,18 @@ class ListedObject:
 
 
 class Validator:
-    """The state of an object in which each of several reads must find it.
+    """Checks that several reads find an object in the same state.
 
-    The first read sets it.
+    The first read sets the state.
     """
 
     def __init__(self) -> None:
         self._tag: object = None
-        #: Whether the next state may have the same tag, since tags may be times in seconds.
+        #: Whether the tag is a time in seconds, so that the next state may have the same one.
         self.coarse = False
 
     def check(self, tag: object, name: str, url: str) -> None:
-        """Raise `ReplacedError` unless an object is in the state of the first read."""
+        """Raise `ReplacedError` unless the object is in the state of the first read."""
         if self._tag is None:
             self._tag = tag
         elif tag != self._tag:
@@ -132,11 +132,11 @@ class Validator:
 
 
 class Patience:
-    """A limit on retries, and the pauses between them.
+    """Limits the time of retries, and makes the pauses between them.
 
     Args:
-        seconds: from now on.
-        stopped: ends the patience before that.
+        seconds: how long to retry, from now.
+        stopped: ends the retries early when set.
 
     Example:
         >>> Patience(0.0, threading.Event()).pause()
@@ -149,23 +149,23 @@ class Patience:
         self._next = _FIRST_PAUSE
 
     def pause(self) -> bool:
-        """Wait before the next try, longer each time; return False when the time is over."""
+        """Wait before the next try, longer each time; return False when the time is up."""
         seconds, self._next = self._next, min(2 * self._next, LONGEST_PAUSE)
         left = self._until - time.monotonic()
         return left > 0 and not self._stopped.wait(min(seconds, left))
 
 
 class Objects(ABC):
-    """Keeps bytes under names; both ends of a run make one.
+    """A store of bytes under names; the trainer and each reader open one.
 
-    Methods are called by several threads, and raise `StoreError` where the store fails for as long
-    as the timeout that it was opened with.
+    Several threads may call the methods. They retry, and raise `StoreError` if the store fails
+    until the timeout.
 
     Args:
         url: where it is.
     """
 
-    #: Whether a look costs less than a millisecond and no money.
+    #: Whether `look` takes less than a millisecond and costs no money.
     near = False
 
     def __init__(self, url: str) -> None:
@@ -173,14 +173,14 @@ class Objects(ABC):
 
     @abstractmethod
     def look(self, name: str, tag: str | None = None) -> Found | None:
-        """Return a small object.
+        """Return a small object, if it has changed.
 
         Args:
             name: its name.
-            tag: the state that is known already.
+            tag: the state that the caller has already.
 
         Returns:
-            None where it has that state still, or is not there.
+            None if the object does not exist or still has that state.
         """
 
     @abstractmethod
@@ -194,70 +194,70 @@ class Objects(ABC):
         whole: bool,
         validator: Validator | None = None,
     ) -> bool:
-        """Read some bytes of an object.
+        """Read a range of an object's bytes.
 
         Args:
             name: its name.
             start: the first byte.
-            memory: where they go; its size says how many.
-            patience: how long a transfer that breaks is resumed.
-            whole: whether that is the whole object. Servers that know no ranges can bring it.
-            validator: of other reads of the object as it was then.
+            memory: the memory to read into; as many bytes are read as it has.
+            patience: how long a broken transfer is resumed.
+            whole: whether this is the whole object, which servers without range requests can serve.
+            validator: checks that several reads find the object in one state.
 
         Returns:
-            Whether there is such an object.
+            Whether the object exists.
 
         Raises:
-            PayloadError: it has fewer bytes.
-            ReplacedError: it was replaced since the first read with the validator.
+            PayloadError: the object is too short.
+            ReplacedError: the object was replaced after the first read with the validator.
         """
 
     @abstractmethod
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """Write an object that never changes; readers see all of its bytes or no object."""
+        """Write an object that never changes; readers see it complete or not at all."""
 
     @abstractmethod
     def swap(self, name: str, data: bytes, tag: str | None) -> str:
-        """Replace a small object, if nothing else has replaced it meanwhile.
+        """Replace a small object, unless another process has replaced it first.
 
         Args:
             name: its name.
             data: its new bytes.
-            tag: the state in which it was found; None where it must not be there.
+            tag: the state that the caller has seen; None if the object must not exist.
 
         Returns:
             The tag of its new state.
 
         Raises:
-            ConflictError: it has another state.
+            ConflictError: the object has another state.
         """
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Remove an object. It may be gone already."""
+        """Remove an object, if it exists."""
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ListedObject]:
-        """Return the objects whose names begin with a folder's, such as ``"objects/"``."""
+        """Return the objects in a folder, such as ``"objects/"``."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to end
-        """End the requests that are under way."""
+        """Cancel all pending requests."""
 
     @abstractmethod
     def walk(self) -> Iterator[str]:
-        """Return the names of all that is there, at any depth, as it is found."""
+        """Iterate over the names of all objects, at any depth."""
 
     def check_record(self, name: str, nbytes: int) -> None:
-        """Raise `StoreError` for a small object that has too many bytes."""
+        """Raise `StoreError` if a record is too long."""
         if nbytes > LONGEST_RECORD:
             raise StoreError(f"{name} in {self.url} has more than {LONGEST_RECORD} bytes")
 
 
 def open_all(urls: Sequence[str], timeout: float) -> list[Objects]:
-    """Return places that have the same; see `open_objects`.
+    """Open several stores with the same objects; see `open_objects`.
 
-    Where one fails, enough of the timeout is left to ask the others. Web servers among them may
-    redirect to each other.
+    If one fails, enough of the timeout is left to ask the others. Web servers may redirect to each
+    other.
     """
     web = [url for url in urls if url.startswith(_WEB)]
     each = timeout / (2 * len(urls)) if urls[1:] else timeout
@@ -267,17 +267,17 @@ def open_all(urls: Sequence[str], timeout: float) -> list[Objects]:
 def open_objects(
     url: str, timeout: float, *, redirects: Sequence[str] = (), durable: bool = True
 ) -> Objects:
-    """Return the place that a URL names.
+    """Open the store at a URL.
 
     Args:
         url: a directory, ``file:///directory``, ``s3://bucket/run``, ``gs://…``, ``az://…``,
             ``http://host/run`` or ``https://…``.
-        timeout: how long a store that fails is tried again, in seconds.
-        redirects: URLs of further servers to which a web server may redirect.
-        durable: whether what is written to a directory must outlast a loss of power.
+        timeout: how long failed requests are retried, in seconds.
+        redirects: URLs of other servers to which a web server may redirect.
+        durable: whether files written to a directory must outlast a loss of power.
 
     Raises:
-        OptionError: it names none.
+        OptionError: the URL is not valid.
 
     Example:
         >>> open_objects("ftp://host/run", 5.0)
@@ -304,19 +304,19 @@ def open_objects(
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file for reading, without waiting for a writer where a pipe is in its place.
+    """Open a file for reading; do not block on a pipe in its place.
 
     Raises:
-        OSError: there is none, or something that is not a file.
+        OSError: there is no such file, or the path is not a regular file.
     """
     return _opened(str(path), lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def open_below(directory: Path, name: str) -> BufferedReader:
-    """Open a file below a directory for reading, as `open_file` does, and follow no link there.
+    """Open a file below a directory for reading, as `open_file` does, without following links.
 
     Raises:
-        OSError: there is none, or something that is not a file, such as a link.
+        OSError: there is no such file, or the path is not a regular file, such as a link.
     """
     with _folder_of(directory, name) as (folder, last):
         extra = os.O_NONBLOCK | os.O_NOFOLLOW
@@ -338,18 +338,18 @@ def _state_of(file: BufferedReader) -> tuple[int, ...]:
 
 @contextmanager
 def _folder_of(directory: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """Open the folder of a name below a directory, where no link is followed.
+    """Open the folder of a name below a directory, without following links.
 
     Args:
-        directory: itself it may be a link.
-        name: of a file in a folder there.
-        make: whether folders that are missing are made.
+        directory: the directory, which may itself be a link.
+        name: the name of a file in a folder there.
+        make: whether to make missing folders.
 
     Yields:
         The folder's descriptor, and the last part of the name.
 
     Raises:
-        OSError: there is none, or a link in its place.
+        OSError: the folder does not exist or is a link.
     """
     *folders, last = name.split("/")
     flags = os.O_RDONLY | os.O_DIRECTORY
@@ -368,16 +368,16 @@ def _folder_of(directory: Path, name: str, *, make: bool = False) -> Iterator[tu
 
 
 class Directory(Objects):
-    """A directory; a network's file system or a web server may show it elsewhere.
+    """Objects as files in a directory, which other hosts may see by NFS or a web server.
 
-    Objects appear by a rename. A replacement takes a lock on the directory's ``.lock``. Nothing is
-    written, listed or removed through a link below the directory.
+    A rename makes each object appear. A replacement locks the directory's ``.lock`` file. Links
+    below the directory are never followed.
 
     Args:
-        path: the directory; made when something is first written.
-        url: what the user typed.
-        timeout: how long the lock is waited for, in seconds.
-        durable: whether what is written must outlast a loss of power.
+        path: the directory; the first write makes it.
+        url: the URL that the user gave.
+        timeout: how long to wait for the lock, in seconds.
+        durable: whether written files must outlast a loss of power.
     """
 
     near = True
@@ -415,7 +415,7 @@ class Directory(Objects):
         del patience, whole
         try:
             with open_file(self.path / name) as file:
-                # It may also be written in place.
+                # Another program may write the file in place.
                 states = [_state_of(file)]
                 file.seek(start)
                 while memory and (count := file.readinto(memory)):
@@ -441,7 +441,7 @@ class Directory(Objects):
                 _folder_of(self.path, name, make=True) as (folder, last),
                 ExitStack() as failed,
             ):
-                # The disk is full, or Ctrl-C: a part would stay there for good.
+                # After a full disk or Ctrl-C, no partial file may stay.
                 failed.callback(_unlink, part, folder)
                 with uninterrupted():
                     file = failed.enter_context(
@@ -457,7 +457,7 @@ class Directory(Objects):
                     rest = rest[file.write(rest) :]
                 if durable:
                     os.fsync(file.fileno())
-                # Before the rename: NFS shows others what was written when the file is closed.
+                # Before the rename: over NFS, others see the bytes only once the file is closed.
                 file.close()
                 os.replace(part, last, src_dir_fd=folder, dst_dir_fd=folder)
                 if durable:
@@ -486,7 +486,7 @@ class Directory(Objects):
             os.scandir(folder) as entries,
         ):
             for entry in entries:
-                with suppress(OSError):  # one that is gone
+                with suppress(OSError):  # it was removed meanwhile
                     found = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(found.st_mode):
                         yield ListedObject(prefix + entry.name, found.st_size, found.st_mtime)
@@ -508,7 +508,7 @@ class Directory(Objects):
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             path = str(self.path / ".lock")
-            # A descriptor, as Ctrl-C within `open` would leave a file open.
+            # A descriptor, since Ctrl-C within `open` would leave a file open.
             lock = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise StoreError(

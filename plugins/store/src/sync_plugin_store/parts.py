@@ -1,7 +1,7 @@
-"""Parts of versions: a reader whose model is a shard reads the bytes that it needs, and few others.
+"""Reads parts of versions, for readers whose model is a shard.
 
-`parts_of` finds out what a model wants, a `Plan` says which chunks of a version have that, and a
-`PartFetch` reads them.
+`parts_of` returns the parts that a model needs, a `Plan` the chunks of a version that contain them,
+and a `PartFetch` reads the chunks.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _T = TypeVar("_T")
 
 __all__ = ["PartFetch", "Parts", "Plan", "Range", "VersionFile", "parts_of"]
 
-# Shorter runs of a tensor's bytes are read with what lies between them, in bytes: each would be a
-# request.
+# Shorter runs of a tensor's bytes are read together with the gaps between them, in bytes, since
+# each run would be a request.
 _LEAST_RUN = 32 << 10
-# Ranges with few bytes between them become one, while that is so much of what is needed, at most.
+# Ranges are joined as long as the gaps between them are at most this share of the needed bytes.
 _BETWEEN = 1 / 50
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of versions that a reader wants.
+    """The parts of each version that a reader needs.
 
     Args:
-        wanted: each of them.
-        layout: of the whole model.
+        wanted: the parts.
+        layout: the layout of the whole model.
     """
 
     wanted: tuple[Wanted, ...]
@@ -66,11 +66,11 @@ class Parts:
 
 
 def parts_of(model: Any, layout: Layout, *, cast: bool) -> tuple[Parts, RegionViews, Layout]:
-    """Return what a model wants of each version, views of its tensors, and the layout of those.
+    """Return the parts that a model needs, views of its tensors, and the views' layout.
 
     Args:
-        model: one of which `sync_plugin_scale.shards.is_divided` is true.
-        layout: of the trainer's model.
+        model: a model for which `sync_plugin_scale.shards.is_divided` is true.
+        layout: the layout of the trainer's model.
         cast: whether floating-point tensors may have other dtypes.
 
     Raises:
@@ -96,15 +96,15 @@ def parts_of(model: Any, layout: Layout, *, cast: bool) -> tuple[Parts, RegionVi
 
 @dataclass(eq=False, slots=True)
 class _ByteRun:
-    """Bytes of a tensor that follow each other, and where they are written.
+    """Contiguous bytes of a tensor, and the tensor to write them to.
 
     Args:
         start: the first byte, counted from the start of the body.
-        nbytes: how many.
-        target: what is written.
-        shape: the shape of what is read, of which ``target`` may be a part.
-        inner: the part.
-        left: the bytes that have not come yet.
+        nbytes: the number of bytes.
+        target: the tensor to write.
+        shape: the shape of the data that is read, of which ``target`` may be a part.
+        inner: that part.
+        left: the number of bytes that have not arrived.
     """
 
     start: int
@@ -120,7 +120,7 @@ class _ByteRun:
         return self.start + self.nbytes
 
     def prepare(self) -> Tensor:
-        """Return the memory for the bytes: the target's own, where all of them are wanted."""
+        """Return the memory for the bytes: the target's own if it needs all of them."""
         if self.memory is None:
             if self.target.nbytes == self.nbytes and self.target.is_contiguous():
                 self.memory = self.target.view(-1).view(torch.uint8)
@@ -129,14 +129,14 @@ class _ByteRun:
         return self.memory
 
     def finish(self) -> None:
-        """Copy what is wanted of the bytes, unless they lie there already."""
+        """Copy the needed bytes to the target, unless they were read into it directly."""
         memory, self.memory = self.prepare(), None
         if memory.data_ptr() != self.target.data_ptr():
             self.target.copy_(memory.view(self.target.dtype).view(self.shape)[self.inner])
 
 
 def _runs_of(spec: TensorSpec, region: Region, target: Tensor) -> Iterator[_ByteRun]:
-    """Return the runs of bytes that have a region of a tensor."""
+    """Return the runs of bytes that make up a region of a tensor."""
     shape, steps = spec.shape, [spec.dtype.itemsize]
     for size in shape[:0:-1]:
         steps.insert(0, steps[0] * size)
@@ -166,19 +166,19 @@ def _runs_of(spec: TensorSpec, region: Region, target: Tensor) -> Iterator[_Byte
 
 @dataclass(slots=True)
 class Range:
-    """Chunks of one object that follow each other, and the runs that have bytes of them."""
+    """Consecutive chunks of one object, and the byte runs that overlap them."""
 
     chunks: list[Chunk]
     lock: threading.Lock
-    #: The position of the file, of those of the version.
+    #: The index of the file in the version.
     file: int
     runs: list[_ByteRun] = field(default_factory=list)
 
     def take(self, memory: memoryview) -> None:
-        """Write what is wanted of the bytes, which have been checked.
+        """Write the needed bytes of a checked range.
 
         Args:
-            memory: all bytes of the range.
+            memory: the bytes of the range.
         """
         for run in self.runs:
             start, stop = max(run.start, self.start), min(run.stop, self.stop)
@@ -203,11 +203,11 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class VersionFile:
-    """A file of a version.
+    """One file of a version.
 
     Args:
-        layout: of its tensors.
-        chunks: of its body.
+        layout: the layout of the file.
+        chunks: the chunks of its body.
     """
 
     layout: Layout
@@ -215,17 +215,17 @@ class VersionFile:
 
 
 class Plan:
-    """The chunks of a version that are read, and the bytes of them that are written.
+    """The chunks of a version to read, and the bytes of them to write.
 
     Args:
-        sources: the files of which something is read, by their positions.
-        kinds: name, dtype and shape of each tensor that is written.
-        copies: where its parts lie.
-        aliases: pairs of the name of a tied tensor and the name of the one that is written.
-        most_nbytes: of what is read, in bytes.
+        sources: the files to read from, by their index.
+        kinds: the name, dtype and shape of each tensor to write.
+        copies: the locations of its parts.
+        aliases: pairs of the name of a tied tensor and the name under which it is written.
+        most_nbytes: the most bytes to read.
 
     Raises:
-        PayloadError: the version does not have that, or has more.
+        PayloadError: the version lacks a part, or its parts are too large.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Plan:
             if needed > there:
                 raise PayloadError(f"a version needs {needed} bytes, and has {there}")
         found = [(each, _spec_of(sources[each.file].layout, each, kinds)) for each in copies]
-        # Extras come whole, after all others; those of the first file are of the version.
+        # Extras come last and whole; the version's extras are those of the first file.
         first = min(sources)
         layout = sources[first].layout
         extras = layout.specs[len(layout.plain.specs) :]
@@ -250,7 +250,7 @@ class Plan:
             region = whole_region(spec.shape)
             found.append((Copy(position, first, spec.name, spec.shape, region, region), spec))
         every = [*kinds, *((spec.name, spec.dtype, spec.shape) for spec in extras)]
-        #: The layout of what is read.
+        #: The layout of the written tensors.
         self.layout = Layout.of_kinds(every, aliases)
         if self.layout.nbytes > most_nbytes:
             raise PayloadError(
@@ -259,7 +259,7 @@ class Plan:
             )
         self.block = Block.allocate(self.layout.nbytes)
         self.block.write_header(self.layout)
-        # For what is left of runs.
+        # Guards the `left` counts of the runs.
         self._lock = threading.Lock()
         targets = self.block.views(self.layout)
         runs: dict[int, list[_ByteRun]] = {number: [] for number in sources}
@@ -267,7 +267,7 @@ class Plan:
             if size_of(each.region):
                 target = targets[each.view][tuple(slice(*bounds) for bounds in each.at)]
                 runs[each.file] += _runs_of(spec, each.region, target)
-        #: The ranges that are read, in the order of the files.
+        #: The ranges to read, in the order of the files.
         self.ranges = [
             each
             for number, source in sources.items()
@@ -276,15 +276,15 @@ class Plan:
 
     @classmethod
     def of_file(cls, layout: Layout, chunks: Chunks, wanted: Sequence[Wanted]) -> Self:
-        """Return the plan of a version that is one file.
+        """Return the plan for a version that is one file.
 
         Args:
-            layout: of the version.
-            chunks: of the version.
-            wanted: what is wanted.
+            layout: the version's layout.
+            chunks: the version's chunks.
+            wanted: the parts to read.
 
         Raises:
-            PayloadError: the version does not have that.
+            PayloadError: the version lacks a part.
         """
         kinds, copies = [], []
         for number, each in enumerate(wanted):
@@ -322,7 +322,7 @@ class Plan:
 
 
 def _joined(chunks: Chunks, ranges: list[Range], gaps: list[tuple[int, int]]) -> list[Range]:
-    """Join ranges with the fewest bytes between them: each is a request."""
+    """Join the ranges with the smallest gaps, to send fewer requests."""
     left = _BETWEEN * sum(each.stop - each.start for each in ranges)
     joined = set()
     for nbytes, number in sorted(gaps):
@@ -343,7 +343,7 @@ def _joined(chunks: Chunks, ranges: list[Range], gaps: list[tuple[int, int]]) ->
 def _spec_of(
     layout: Layout, copy: Copy, kinds: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 ) -> TensorSpec:
-    """Return the tensor of a file that a copy is of."""
+    """Return the tensor that contains a copy's region."""
     position = layout.index.get(copy.name)
     spec = None if position is None else layout.specs[position]
     dtype = kinds[copy.view][1]
@@ -363,14 +363,15 @@ def _missing(spec: TensorSpec | None, wanted: Wanted) -> PayloadError:
 
 
 class PartFetch:
-    """Parts of a version on their way into memory, as `Fetch` brings a whole one.
+    """Reads parts of a version into memory, as `Fetch` reads a whole version.
 
     Args:
-        reader: the run.
-        pool: where objects are read.
+        reader: the reader of the run.
+        pool: the threads that read objects.
         manifest: the version.
-        notify: called by other threads when files are open, and when all has come or cannot come.
-        parts: what is wanted; None for all of a version that ranks wrote together.
+        notify: called by other threads when files were opened, and when all parts have arrived or
+            one has failed.
+        parts: the parts to read; None for all of a version that ranks wrote together.
     """
 
     def __init__(
@@ -391,10 +392,10 @@ class PartFetch:
         self._joined: JoinedHoldings | None = None
         self._wanted: Sequence[Wanted] = () if parts is None else parts.wanted
         self._copies: Sequence[Copy] = ()
-        # The files of which something is read, and those of them that have been opened.
+        # The files to read from, and those that have been opened.
         self._needed: Sequence[int] = (0,)
         self._sources: dict[int, VersionFile] = {}
-        # For the list of what is read, and the files that have been opened.
+        # Guards the list of reads and the opened files.
         self._lock = threading.Lock()
         self._reading: list[Future[None]] = []
         self._failed = False
@@ -402,25 +403,25 @@ class PartFetch:
 
     @property
     def broken(self) -> int:
-        """The version, once it has failed; 0 before that."""
+        """The version if it has failed, else 0."""
         with self._lock:
             failed = _failure(future for future in self._reading if future.done())
         return 0 if failed is None else self.manifest.version
 
     @property
     def ended(self) -> bool:
-        """True once every part has come, or one has failed."""
+        """True once every part has arrived or one has failed."""
         with self._lock:
             reading = list(self._reading)
         done = [future for future in reading if future.done()]
         return len(done) == len(reading) or _failure(done) is not None
 
     def result(self) -> Block:
-        """Return a block with the parts, every byte of which has been checked.
+        """Return a block with the parts, all bytes checked.
 
         Raises:
             PayloadError: a part could not be read.
-            ClosedError: the reader was closed, so that some parts may not have been read.
+            ClosedError: the reader was closed before all parts were read.
         """
         self._reader.check_open()
         with self._lock:
@@ -438,7 +439,7 @@ class PartFetch:
         future.add_done_callback(lambda _: self._notify())
 
     def _submit_each(self, call: Callable[[_T], None], each: Sequence[_T]) -> None:
-        """Have a function called with each of what may be very many, as many as read at a time."""
+        """Call a function with each of many items, with a limited number of concurrent calls."""
         todo = iter(each)
 
         def work() -> None:
@@ -457,7 +458,7 @@ class PartFetch:
             self._submit(work)
 
     def _begin(self) -> None:
-        """Find out which files are needed, and have them opened."""
+        """Find the needed files, and start opening them."""
         manifest = self.manifest
         if manifest.base:
             raise PayloadError(
@@ -474,17 +475,17 @@ class PartFetch:
                 if spec is None or spec.shape != each.shape:
                     raise _missing(spec, each)
             self._copies = joined.copies(self._wanted)
-            # The first rank's has the extras.
+            # The file of the first rank has the extras.
             self._needed = sorted({0, *(each.file for each in self._copies)})
         self._submit_each(self._open, self._needed)
 
     def _open(self, number: int) -> None:
-        """Read the header and the list of chunks of a file; after the last, have the rest read."""
+        """Read a file's header and list of chunks; after the last file, start the other reads."""
         file, version = self.manifest.files[number], self.manifest.version
         header = bytearray(file.pieces[0].nbytes)
         self._reader.read_piece(file.pieces[0], memoryview(header), version)
         listed = None
-        # Of whole pieces, the names prove the bytes.
+        # Whole pieces need no list, since their names are their digests.
         if file.chunks is not None and self._parts is not None:
             listed = bytearray(file.chunks.nbytes)
             self._reader.read_piece(file.chunks, memoryview(listed), version)

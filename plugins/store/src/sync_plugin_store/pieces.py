@@ -1,4 +1,4 @@
-"""Writes versions as objects that are named by their content: `PieceWriter`."""
+"""Write versions as objects that are named by their content: `PieceWriter`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sync_plugin_store.objects import Objects
 __all__ = ["PieceWriter", "pieces_of"]
 
 _log = logging.getLogger("sync_core")
-# Smaller bodies are read whole by readers of a part, and not cut into chunks, in bytes.
+# Smaller bodies are not cut into chunks, since even readers of a part read them whole, in bytes.
 _SMALL = 1 << 20
 
 
 class PieceWriter:
-    """Writes versions in pieces, several at a time.
+    """Writes versions in pieces, several of them concurrently.
 
     Args:
-        objects: where they go.
+        objects: the store to write to.
         piece_nbytes: the size of a piece, in bytes.
-        streams: how many are written at a time.
+        streams: the number of concurrent writes.
         chunks: whether readers can check parts of a version.
     """
 
@@ -37,16 +37,16 @@ class PieceWriter:
         self._chunks = chunks
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-put")
         self._most = 2 * streams
-        # Since `take_written`; several threads add to it.
+        # Objects written since the last `take_written`; several threads add to it.
         self._written: list[Piece] = []
 
     def write(self, payload: Payload, known: Collection[str], *, divided: bool = True) -> File:
-        """Write the objects of a version that are not there yet.
+        """Write those objects of a version that are not in the store yet.
 
         Args:
-            payload: the version; its tensors are read when this returns.
-            known: the digests of objects that are there.
-            divided: whether a reader can use a part of it.
+            payload: the version; its tensors may change once this returns.
+            known: the digests of objects that are in the store.
+            divided: whether readers can read parts of the version.
 
         Raises:
             StoreError: the store failed.
@@ -64,7 +64,7 @@ class PieceWriter:
     def write_object(
         self, data: bytes | memoryview, known: Collection[str] = (), piece: Piece | None = None
     ) -> Piece:
-        """Write one object, if it is not there yet; ``piece`` names it where that is known."""
+        """Write one object, unless it is known to exist; ``piece`` is its name, if known."""
         piece = piece or Piece(digest_of(data), len(data))
         if piece.digest not in known:
             self._written.append(piece)
@@ -72,17 +72,17 @@ class PieceWriter:
         return piece
 
     def take_written(self, but: Collection[Piece] = ()) -> list[Piece]:
-        """Return the objects that were written, or begun, since the last call, but for some."""
+        """Return the objects written, even in part, since the last call, except ``but``."""
         written, self._written = self._written, []
         known = set(but)
         return [piece for piece in written if piece not in known]
 
     def name(self, run: str, version: int, pieces: Collection[Piece]) -> None:
-        """Name objects that no version has in a manifest, so that they can be removed as the run's.
+        """Write a manifest for objects of no version, so that they can be removed as the run's own.
 
         Args:
             run: the run's id.
-            version: the version for which they were written.
+            version: the version for which the objects were written.
             pieces: the objects.
         """
         if not pieces:
@@ -94,7 +94,7 @@ class PieceWriter:
             _log.warning("parts of version %d stay in %s: %s", version, self._objects.url, error)
 
     def close(self) -> None:
-        """End the threads, when all is written."""
+        """Wait for pending writes, and end the threads."""
         self._pool.shutdown(wait=True)
 
     def _write_pieces(
@@ -103,9 +103,10 @@ class PieceWriter:
         """Return each piece with its chunks."""
         writing: list[Future[tuple[Piece, list[tuple[int, bytes]]]]] = []
         failed = threading.Event()
-        # Of this call alone: Ctrl-C may come after a place was taken and before it is used.
+        # A semaphore for each call, since Ctrl-C may come after a place was taken and before it is
+        # used.
         places = threading.BoundedSemaphore(self._most)
-        # Of the next piece in the body, before which the header lies.
+        # The offset of the next piece in the body; the header lies before the body.
         start = -len(payload.layout.header)
 
         def write(data: bytes | memoryview, start: int) -> tuple[Piece, list[tuple[int, bytes]]]:
@@ -132,7 +133,7 @@ class PieceWriter:
             failed.set()
             raise
         finally:
-            # The trainer changes its tensors after this.
+            # Wait for all writes, since the trainer changes its tensors after this.
             errors = [future.exception() for future in writing]
         for error in errors:
             if error is not None:
@@ -141,7 +142,7 @@ class PieceWriter:
 
 
 def pieces_of(payload: Payload, nbytes: int) -> Iterator[bytes | memoryview]:
-    """Return the bytes of a version in pieces: the header, then the body in pieces of one size.
+    """Split the bytes of a version: first the header, then the body in pieces of equal size.
 
     Args:
         payload: the version.

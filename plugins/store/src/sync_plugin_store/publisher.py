@@ -1,4 +1,4 @@
-"""The trainer's side of a run: writes versions, the head, and removes what nothing refers to."""
+"""The trainer's side of a run: writes versions and the head, and removes unused objects."""
 
 from __future__ import annotations
 
@@ -35,26 +35,27 @@ from sync_plugin_store.records import PARTS, SESSION, pieces_of_record, read_rec
 __all__ = ["RunPublisher"]
 
 _log = logging.getLogger("sync_core")
-# Of replacing the head, while other processes name versions.
+# Attempts to replace the head while other processes name versions.
 _ATTEMPTS = 10
 
 
 class RunPublisher:
-    """Writes the versions of one run; the only one that does.
+    """Publishes a run's versions and removes old ones; the only writer of the run.
 
     Args:
         objects: where the run is.
-        key: what the head is signed with. A run that is there already must be of this key.
+        key: signs the head. A run that exists already must have this key.
         keep: how many versions are kept.
         piece_nbytes: the size of a piece of a version, in bytes.
-        grace: how long what is not kept any longer stays for those that read it, in seconds.
-        streams: how many objects are written at a time.
+        grace: how long to keep objects of dropped versions, for readers that still read them, in
+            seconds.
+        streams: the number of concurrent writes.
         chunks: whether readers can check parts of a version.
-        session: of the ranks that write versions together; "" for one process that writes alone.
+        session: the session of the ranks that write versions together; "" for a single process.
 
     Raises:
-        ConflictError: the run that is there is another trainer's.
-        OptionError: other things are there, and no run.
+        ConflictError: the place has the run of another trainer.
+        OptionError: the place has other files and no run.
         StoreError: the store cannot be reached.
     """
 
@@ -75,18 +76,18 @@ class RunPublisher:
         self._keep = keep
         self._grace = grace
         self.session = session
-        # The digests of objects that kept versions refer to, and that are not there as a whole.
+        # The digests of objects that kept versions refer to, but that are missing or truncated.
         self._lost: set[str] = set()
-        # The records of the run's ranks as they were listed, and what they refer to, by name.
+        # By name: the listed records of the run's ranks, and the objects that they refer to.
         self._records: dict[str, tuple[ListedObject, tuple[Piece, ...]]] = {}
-        # Of what is not kept any longer: when it may go, and its names.
+        # Objects of dropped versions: when they may be removed, and their names.
         self._leaving: deque[tuple[float, list[str]]] = deque()
-        # For the head, and what is known of the store; held while both change.
+        # Guards the head and the known state of the store; held while both change.
         self._lock = threading.RLock()
         self._head, self._tag = self._begin()
-        # The head that was to be written last, whether or not it was.
+        # The last head that this process tried to write.
         self._writing = self._head
-        # What alone may be removed.
+        # Only these objects may be removed.
         self._named = NamedObjects(objects, self._head.run)
         self._manifests = self._read_manifests()
         #: Writes the pieces of versions.
@@ -96,7 +97,7 @@ class RunPublisher:
 
     @property
     def head(self) -> Head:
-        """The head as it was written last."""
+        """The head that was written last."""
         return self._head
 
     @property
@@ -113,24 +114,24 @@ class RunPublisher:
         anchor: bool = False,
         address: bytes | None = None,
     ) -> str:
-        """Write a version, and then the head: from then on readers find it.
+        """Write a version and then the head, so that readers find the version.
 
         Args:
-            payload: the version; its tensors are read when this returns.
-            base: the version that it builds on; 0 for a whole one.
-            base_digest: that of the manifest of the base.
-            anchor: whether increments may build on it.
-            address: what readers need to know of this run beside its versions.
+            payload: the version; its tensors may change once this returns.
+            base: the version that an increment builds on; 0 for a whole version.
+            base_digest: the digest of the base's manifest.
+            anchor: whether increments may build on the version.
+            address: the readers' address, to publish with the run.
 
         Returns:
-            The digest of its manifest.
+            The digest of the version's manifest.
 
         Raises:
-            StoreError: the store failed; readers keep what they have.
+            StoreError: the store failed; readers keep the version they have.
             ConflictError: another trainer has written to the run.
         """
         self.check_newer(payload.version)
-        # Of an increment, no reader can use a part.
+        # No reader can use a part of an increment.
         written = self.writer.write(payload, self.known, divided=not base)
         manifest = Manifest(
             run=self.run,
@@ -145,19 +146,19 @@ class RunPublisher:
         return self.commit(manifest, address=address)
 
     def abandon(self) -> None:
-        """Name what sends that have failed have written, so that it can be removed later."""
+        """Record the objects of failed sends, so that they can be removed later."""
         left = self.writer.take_written()
         self._named.note(left)
         self.writer.name(self.run, self._head.version + 1, left)
 
     @property
     def known(self) -> set[str]:
-        """The digests of the objects of the versions that are kept, but for those that are lost."""
+        """The digests of the objects of kept versions, except lost objects."""
         found = {piece.digest for m in self._manifests.values() for piece in m.objects}
         return found - self._lost
 
     def check_newer(self, version: int) -> None:
-        """Raise `ConflictError` unless a version is newer than those of the run."""
+        """Raise `ConflictError` unless a version is newer than all those of the run."""
         if version <= self._head.version:
             raise not_newer(self._objects.url, self._head.version, version)
 
@@ -168,15 +169,15 @@ class RunPublisher:
         address: bytes | None = None,
         after: Mapping[int, int] = MappingProxyType({}),
     ) -> str:
-        """Write a manifest, the objects of which are there, and then the head; see `publish`.
+        """Publish a version whose objects are in the store: write its manifest, then the head.
 
         Args:
-            manifest: of the version.
-            address: what readers need to know of this run beside its versions.
-            after: versions whose pieces were not written again, by the rank that says so.
+            manifest: the version's manifest.
+            address: the readers' address, to publish with the run.
+            after: by rank, a version with pieces that the rank did not write again.
 
         Raises:
-            StoreError: such a version is not kept any longer, or as `publish`.
+            StoreError: a version in ``after`` is no longer kept, or the store failed.
         """
         self._catch_up()
         for rank, version in after.items():
@@ -194,7 +195,7 @@ class RunPublisher:
         digest = digest_of(data)
         self._objects.put(manifest_name(digest), data)
         self._named.note_manifest(digest, manifest)
-        # Of sends that have failed.
+        # Objects of failed sends.
         left = self.writer.take_written(manifest.objects)
         self._named.note(left)
         self._let_go([object_name(piece.digest) for piece in left])
@@ -226,10 +227,10 @@ class RunPublisher:
         return digest
 
     def name(self, version: int, name: str) -> None:
-        """Give a version a name, which keeps it; a name that another version has moves.
+        """Name a version, which keeps it; a name that exists already moves.
 
         Raises:
-            StoreError: the version is not kept, or the name is not one.
+            StoreError: the version is not kept, or the name is not valid.
         """
         if not is_name(name):
             raise StoreError(
@@ -249,7 +250,7 @@ class RunPublisher:
             self._replace(named, beside=True)
 
     def forget_name(self, name: str) -> None:
-        """Take a name away; what nothing else keeps goes with the next publication."""
+        """Remove a name; the next publication drops versions that nothing else keeps."""
         with self._lock:
             self._replace(
                 lambda head: {"names": {n: v for n, v in head.names.items() if n != name}},
@@ -257,19 +258,19 @@ class RunPublisher:
             )
 
     def collect(self) -> int:
-        """Remove what no kept version refers to, such as parts of a publication that was cut short.
+        """Remove objects that no kept version refers to, such as those of interrupted sends.
 
-        Objects that kept versions refer to, and that are not there, are written again when they are
-        needed: the machine may have lost power.
+        If objects of kept versions are missing, for example after a loss of power, the next version
+        that needs them writes them again.
 
-        What ranks of this session have written stays, for a version that is not published yet, and
-        what has been dropped stays for the grace. So do younger objects, by the store's clock.
+        Objects that this session's ranks have written for an unpublished version stay. So do
+        objects that were dropped or, by the store's clock, written within the grace period.
 
-        Objects that no manifest and no record of this run has named stay. They belong to others,
-        or were left by a trainer that was killed within a send, or after one that failed.
+        Objects that no manifest or record of this run names also stay. They belong to others, or to
+        a trainer that was killed during a send or after a failed one.
 
         Returns:
-            How many objects were removed.
+            The number of removed objects.
         """
         with self._lock:
             manifests = list(self._objects.list("manifests/"))
@@ -291,20 +292,20 @@ class RunPublisher:
                 and each.name not in standing
                 and (each.name in self._named or each.name in read or is_temporary(each.name))
             ]
-            # A manifest stays for as long as an object that it alone may have named.
+            # A manifest stays as long as an object that perhaps no other manifest names.
             left = sizes.keys() - standing.union(gone)
             gone = [name for name in gone if left.isdisjoint(self._named.objects_of(name))]
             self._delete(gone)
             return len(gone)
 
     def note_record(self, record: ListedObject, pieces: tuple[Piece, ...]) -> None:
-        """Take note of a record of a rank, which was read, and of what it refers to."""
+        """Remember a rank's record and the objects that it refers to."""
         with self._lock:
             self._records[record.name] = record, pieces
             self._named.note(pieces)
 
     def remove_records(self, version: int) -> None:
-        """Remove the records of ranks of versions up to this one, and of sessions that have ended.
+        """Remove the ranks' records of versions up to this one and of sessions that have ended.
 
         Raises:
             StoreError: the store failed.
@@ -327,7 +328,7 @@ class RunPublisher:
                 self._records.pop(name, None)
 
     def close(self) -> None:
-        """Write that no version follows, and end the threads."""
+        """Mark the run as closed, and end the threads."""
         self.writer.close()
         self.abandon()
         with self._lock:
@@ -338,7 +339,7 @@ class RunPublisher:
                     _log.warning("readers do not learn that the sender is closed: %s", error)
 
     def _begin(self) -> tuple[Head, str | None]:
-        """Return the head of the run that is there, or that of a new one."""
+        """Return the head of the existing run, or the head of a new one."""
         found = self._objects.look(HEAD)
         check_unused(self._objects, found, self._key.path)
         if found is None:
@@ -365,14 +366,14 @@ class RunPublisher:
     def _replace(
         self, change: Callable[[Head], dict[str, Any]], *, beside: bool = False
     ) -> Mapping[int, str]:
-        """Replace the head, also where another process has given a version a name meanwhile.
+        """Replace the head, again if another process has changed its names meanwhile.
 
         Args:
-            change: returns the fields that change, from the head that is replaced.
-            beside: whether another process may publish versions meanwhile.
+            change: a function from the old head to the fields that change.
+            beside: whether another process may publish versions at the same time.
 
         Returns:
-            The versions of the head that was replaced.
+            The versions of the old head.
         """
         self._catch_up()
         for _ in range(_ATTEMPTS):
@@ -397,7 +398,7 @@ class RunPublisher:
         )
 
     def _catch_up(self) -> None:
-        """Take note of a head that was written, where Ctrl-C or a lost answer hid that."""
+        """Adopt a head that was written although Ctrl-C or a lost answer hid the success."""
         with self._lock:
             if self._writing == self._head:
                 return
@@ -412,25 +413,25 @@ class RunPublisher:
             return None
 
     def _leave(self, versions: Mapping[int, str], names: Mapping[str, int]) -> dict[str, Any]:
-        """Return the entries of a head of which nothing but a lease keeps all versions."""
+        """Return a head's entries, with the versions that only a lease may keep as leaving."""
         leaving = versions.keys() - self._kept(versions, names)
         return {"versions": versions, "leaving": tuple(sorted(leaving))}
 
     def _kept(self, versions: Iterable[int], names: Mapping[str, int]) -> set[int]:
-        """Return those of the versions that something other than a lease keeps."""
+        """Return the versions that are kept for another reason than a lease."""
         newest = sorted(versions)[-self._keep :]
         return self._with_bases({*newest, *names.values()})
 
     def _drop_left(self) -> None:
-        """Drop the versions that nothing keeps, and no lease either.
+        """Drop the versions that nothing keeps, not even a lease.
 
-        The head has said already that they leave: no lease of them is granted from then on.
+        The head already lists them as leaving, so no reader can lease them any more.
         """
         with self._lock:
             before: Mapping[int, str] = {}
             if self._head.leaving:
                 before = self._replace(self._without_left)
-            # Also of publications that have failed after their manifest was written.
+            # Includes publications that failed after their manifest was written.
             left = {v: m for v, m in self._manifests.items() if v not in self._head.versions}
             names = {v: digest_of(m.to_bytes()) for v, m in left.items()}
             names |= {v: d for v, d in before.items() if v not in self._head.versions}
@@ -446,7 +447,7 @@ class RunPublisher:
         }
 
     def _with_bases(self, versions: Iterable[int]) -> set[int]:
-        """Return versions and those that they build on."""
+        """Return versions together with their bases."""
         kept, todo = set[int](), list(versions)
         while todo:
             version = todo.pop()
@@ -459,13 +460,13 @@ class RunPublisher:
         return kept
 
     def _drop(self, versions: Mapping[int, str]) -> None:
-        """Let what only these versions refer to go when its grace is over."""
+        """Schedule the removal of objects that only these versions refer to, after the grace."""
         names = []
         for version in versions:
             manifest = self._manifests.pop(version, None)
             if manifest is not None:
                 names += [object_name(piece.digest) for piece in manifest.objects]
-        # Last, as they prove that the others are the run's.
+        # Manifests last, since they prove that the objects are the run's.
         self._let_go([*names, *map(manifest_name, versions.values())])
 
     def _let_go(self, names: list[str]) -> None:
@@ -478,14 +479,14 @@ class RunPublisher:
             while self._leaving and self._leaving[0][0] <= time.monotonic():
                 gone += self._leaving.popleft()[1]
             if gone and self.session:
-                # Another rank may have written an object again meanwhile: the store knows when.
+                # Another rank may have written an object again meanwhile; the store has the time.
                 self.collect()
                 return
             standing = self._standing() if gone else set()
             self._delete(name for name in dict.fromkeys(gone) if name not in standing)
 
     def _standing(self) -> set[str]:
-        """Return the names that kept versions refer to."""
+        """Return the names of the objects and manifests of kept versions."""
         names = {manifest_name(digest) for digest in self._head.versions.values()}
         names |= {object_name(p.digest) for m in self._manifests.values() for p in m.objects}
         # A manifest that could not be read may refer to anything.
@@ -496,7 +497,7 @@ class RunPublisher:
         return names
 
     def _standing_records(self, records: Mapping[str, tuple[Piece, ...]]) -> set[str]:
-        """Return the names of the records of the session's ranks, and of what they refer to."""
+        """Return the names of the session's records and of the objects that they refer to."""
         names = set[str]()
         if not self.session:
             return names
@@ -509,9 +510,9 @@ class RunPublisher:
         return names
 
     def _read_records(self, listed: Iterable[ListedObject]) -> dict[str, tuple[Piece, ...]]:
-        """Return the trainer's own among records, each with the objects that it refers to.
+        """Return the trainer's own records, each with the objects that it refers to.
 
-        Its signature tells, also where the ranks ended before the run had a head.
+        The signature identifies them, even if the ranks ended before the run had a head.
         """
         read = dict[str, tuple[ListedObject, tuple[Piece, ...]]]()
         for each in listed:
@@ -537,6 +538,7 @@ class RunPublisher:
                 self._objects.delete(name)
                 self._named.forget(name)
             except StoreError as error:
-                # Each further one might take as long. The next sender's `collect` finds them.
+                # Each further delete might take as long. The next sender's `collect` removes the
+                # rest.
                 _log.warning("%s and others stay in %s: %s", name, self._objects.url, error)
                 return

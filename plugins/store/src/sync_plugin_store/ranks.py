@@ -1,7 +1,7 @@
-"""One rank of a sharded trainer, which writes its part of each version of a run.
+"""The base of both kinds of ranks of a sharded trainer that write versions together.
 
-Each rank writes the pieces of its part, and a record of them. The first rank waits for the records
-of all, and writes the one manifest and the head. The others wait until the head has the version.
+Each rank writes the pieces of its part and a record of them. The first rank waits for all records,
+and writes the manifest and the head. The other ranks wait until the head has the version.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from sync_plugin_store.records import (
 __all__ = ["HINT", "JoinedSession", "Rank", "write_ranks"]
 
 _Found = TypeVar("_Found")
-# From one look for another rank's record to the next, in seconds; doubled up to ``poll``.
+# The first pause between two looks for a record, in seconds; it doubles up to ``poll``.
 _FIRST_PAUSE = 0.005
-#: What to ask where ranks wait for each other in vain.
+#: Added to the error when ranks have waited for each other in vain.
 HINT = "does each rank call send(), with the same version and the same url?"
 
 
@@ -54,9 +54,9 @@ class JoinedSession:
 
     Args:
         session: the session.
-        holdings: the parts.
-        data: the same, as bytes.
-        digest: their digest.
+        holdings: the parts of all ranks.
+        data: ``holdings`` as bytes.
+        digest: the digest of ``data``.
     """
 
     session: str
@@ -66,15 +66,15 @@ class JoinedSession:
 
 
 class Rank(SenderTransport):
-    """One rank of a trainer.
+    """Writes one rank's part of each version.
 
     Args:
         objects: where the run is.
-        key: signs the records; the same on all ranks.
-        holding: what this rank holds.
+        key: signs the records; all ranks have the same key.
+        holding: the parts that this rank holds.
         writer: writes the pieces.
-        timeout: how long the other ranks are waited for, in seconds.
-        poll: the most seconds between two looks for their records.
+        timeout: how long to wait for the other ranks, in seconds.
+        poll: the longest time between two looks for their records, in seconds.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class Rank(SenderTransport):
         self._rank, self._size = holding.rank, holding.size
         self._joined: JoinedSession | None = None
         self._holdings: dict[int, Holding] = {}
-        # The object that says what this rank holds.
+        # The object that lists what this rank holds.
         self._said: Piece | None = None
         self._closing = threading.Event()
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Raise `OptionError`: readers that do not answer have no places."""
+        """Raise `OptionError`: readers that do not answer cannot be added."""
         del worker_id, worker
         raise OptionError(
             "this sender publishes for readers that it does not know; give each of them "
@@ -110,13 +110,13 @@ class Rank(SenderTransport):
         )
 
     def remove_worker(self, worker_id: int) -> None:
-        """Do nothing: there is none."""
+        """Do nothing: there are no workers."""
 
     def wait_for(self, look: Callable[[], _Found | None], deadline: float) -> _Found | None:
-        """Return what a function returns as soon as that is not None; None after the deadline.
+        """Call a function until it returns a result, and return that; None after the deadline.
 
         Raises:
-            ClosedError: this sender was closed meanwhile.
+            ClosedError: this sender was closed during the wait.
         """
         pause = min(_FIRST_PAUSE, self._poll)
         while (found := look()) is None:
@@ -129,7 +129,7 @@ class Rank(SenderTransport):
         return found
 
     def write_holding(self, session: Session) -> None:
-        """Tell the other ranks of a session what this one holds."""
+        """Write what this rank holds, for the other ranks of a session."""
         self._joined, self._holdings = None, {self._rank: self._holding}
         data = write_holdings([self._holding])
         self._said = self._writer.write_object(data)
@@ -138,11 +138,11 @@ class Rank(SenderTransport):
         self._objects.put(name, record.to_bytes(self._key))
 
     def join(self, session: Session) -> JoinedSession | None:
-        """Return the parts that all ranks write; None while some have not begun.
+        """Return the parts that all ranks write; None while some ranks have not begun.
 
         Raises:
-            LayoutMismatchError: the ranks hold different models, or not a whole one, or too many
-                parts of it.
+            LayoutMismatchError: the ranks hold different models, an incomplete one, or too many
+                parts.
         """
         if self._joined is not None and self._joined.session == session.session:
             return self._joined
@@ -191,7 +191,7 @@ class Rank(SenderTransport):
         return [rank for rank in range(self._size) if rank not in self._holdings]
 
     def part_of(self, payload: Payload, joined: JoinedSession) -> Payload:
-        """Return what this rank writes of a version; the first also writes the extras."""
+        """Return this rank's part of a version; the first rank's includes the extras."""
         position = {tensor.name: i for i, tensor in enumerate(self._holding.tensors)}
         written = joined.holdings.ranks[self._rank]
         tensors = [payload.tensors[position[tensor.name]] for tensor in written.tensors]
@@ -205,7 +205,7 @@ class Rank(SenderTransport):
 
 
 def write_ranks(ranks: Collection[int]) -> str:
-    """Name some ranks.
+    """Write ranks as text.
 
     Example:
         >>> write_ranks([1, 3])

@@ -1,4 +1,4 @@
-"""The readers' side of a run: finds the head, checks it, and fetches versions."""
+"""The readers' side of a run: reads and checks the head, and fetches versions."""
 
 from __future__ import annotations
 
@@ -34,33 +34,32 @@ if TYPE_CHECKING:
 __all__ = ["ChainFetch", "Fetch", "GoneError", "RunReader", "notify"]
 
 _log = logging.getLogger("sync_core")
-# How long a place that has failed is asked after the others, in seconds.
+# How long a failed source is asked after the others, in seconds.
 _AVOIDED = 10.0
-# The memory that a reader takes for each byte of a header or a list, which are JSON, and for each
-# piece of a manifest, in bytes.
+# The memory for each byte of a header or list, which are JSON, and for each piece of a manifest, in
+# bytes.
 _FOR_JSON = 16
 _FOR_PIECE = 256
 
 
 class GoneError(PayloadError):
-    """A version is not kept in its run any longer."""
+    """The run no longer keeps a version."""
 
 
 class RunReader:
-    """Reads one run, from one place or several that have the same.
+    """Reads one run, from one source or from several with the same objects.
 
-    One thread calls its methods, and those of its pool read objects.
+    Only one thread may call the methods; the threads of its pool read objects.
 
     Args:
-        sources: the places; those that have just failed are asked last, for objects in this order,
-            for the head each in turn.
+        sources: the stores to read from. Objects come from the first that has them, the head from
+            each in turn. A failed source is asked last for a while.
         public: the public key of the run's trainer.
-        run: the run's id; None for the one that is there.
-        timeout: how long a place that fails is tried again, in seconds.
-        stale_after: how long a place may have an older head than before, as caches have, in
-            seconds.
-        streams: how many objects are read at a time.
-        most_nbytes: the memory that there is reason for, in bytes; without it, any.
+        run: the run's id; None to accept any run.
+        timeout: how long failed requests are retried, in seconds.
+        stale_after: how long a source may show an older head than before, as caches do, in seconds.
+        streams: the number of concurrent reads.
+        most_nbytes: the most memory that versions may take, in bytes; unlimited by default.
     """
 
     def __init__(
@@ -82,36 +81,36 @@ class RunReader:
         self._timeout = timeout
         self._stale_after = stale_after
         self._turn = -1
-        # By the place that has failed: until when others are asked first.
+        # By failed source: until when the others are asked first.
         self._avoided: dict[str, float] = {}
-        # By the place: the state of the head that it had last.
+        # By source: the tag of the last head from it.
         self._tags: dict[str, str] = {}
-        #: The newest head that was seen.
+        #: The newest head so far.
         self.head: Head | None = None
-        #: Its bytes, with the signature.
+        #: The bytes of the newest head, with the signature.
         self.head_bytes = b""
         self._older_since: float | None = None
         self.stopped = threading.Event()
-        # What ranks have written, as it was read last.
+        # The last holdings that were read.
         self._holdings: tuple[Piece, bytes] | None = None
         self._pool = ThreadPoolExecutor(streams, thread_name_prefix="sync-store-get")
 
     @property
     def near(self) -> bool:
-        """True where a look is cheap: in a directory."""
+        """True if `look` is cheap, as in a directory."""
         return self._sources[0].near
 
     def look(self) -> Head | None:
-        """Ask one place for the head; return the newest one that was ever seen.
+        """Ask one source for the head; return the newest head so far.
 
         Returns:
-            None before the first.
+            None before the first head.
 
         Raises:
-            SignatureError: it is signed with another key.
-            SenderLostError: another run has taken the place.
-            RolledBackError: the place has had an older one than before for too long.
-            StoreError: no place answers.
+            SignatureError: the head is signed with another key.
+            SenderLostError: another run has replaced this one.
+            RolledBackError: the source has shown an older head than before for too long.
+            StoreError: no source answers.
         """
         failures: list[Exception] = []
         self._turn += 1
@@ -122,7 +121,7 @@ class RunReader:
                 if found is not None:
                     self._take(Head.from_bytes(found.data, self._public), source, found.data)
                     if self.head is not None and found.data == self.head_bytes:
-                        # An older one is read again, as it must not stay.
+                        # No tag for an older head: it is read again, to notice if it stays.
                         self._tags[source.url] = found.tag
             except (StoreError, SignatureError, PayloadError) as error:
                 self._avoid(source)
@@ -136,7 +135,7 @@ class RunReader:
 
         Raises:
             GoneError: the version is not kept.
-            PayloadError: no place has the right one.
+            PayloadError: no source has the right manifest.
         """
         digest = None if self.head is None else self.head.versions.get(version)
         if digest is None:
@@ -170,18 +169,17 @@ class RunReader:
 
     @property
     def most_pieces(self) -> int:
-        """The most pieces that the manifests in memory may have together."""
+        """The most pieces that all manifests in memory may have together."""
         return self.most_nbytes // _FOR_PIECE
 
     def check_size(self, chain: Sequence[Manifest]) -> None:
-        """Check how much memory versions take, before any is taken.
+        """Check how much memory versions need, before any is allocated.
 
         Args:
-            chain: the version, last, and those that it needs.
+            chain: the version's bases, the oldest first, and then the version itself.
 
         Raises:
-            PayloadError: a version, a list in it, or all manifests take more than there is reason
-                for.
+            PayloadError: a version, a list in it, or all manifests need too much memory.
         """
         pieces = 0
         for each in chain:
@@ -197,10 +195,10 @@ class RunReader:
                 )
 
     def unpack(self, block: Block, version: int, since: float) -> Payload:
-        """Return a version that has been read.
+        """Return the payload of a version that has been read.
 
         Raises:
-            PayloadError: it is not one, or has a header that takes too much memory.
+            PayloadError: the bytes are not a version, or the header needs too much memory.
         """
         length = int.from_bytes(block.memory[:8].numpy().tobytes(), "little")
         if _FOR_JSON * length > self.most_nbytes:
@@ -208,10 +206,10 @@ class RunReader:
         return Payload.unpack(block, version, since=since)
 
     def read_record(self, name: str, digest: str) -> bytes | None:
-        """Return a small object from the first place that has it; None where it is gone.
+        """Return a small object from the first source that has it; None if no source has.
 
         Raises:
-            StoreError: a place does not answer, and no other has it.
+            StoreError: a source does not answer, and no other source has the object.
         """
         failure: StoreError | None = None
         for source in self._in_order(self._sources):
@@ -227,34 +225,34 @@ class RunReader:
         return None
 
     def read_piece(self, piece: Piece, memory: memoryview, version: int) -> None:
-        """Read an object into memory, from any place that has the right bytes.
+        """Read an object into memory, from any source with the right bytes.
 
         Args:
             piece: the object.
-            memory: as many bytes as it has.
+            memory: memory of the object's size.
             version: the version that needs it.
 
         Raises:
-            GoneError: the version is not kept any longer.
-            PayloadError: no place has it.
+            GoneError: the version is no longer kept.
+            PayloadError: no source has the object.
         """
         self._read(piece, 0, memory, version, lambda: digest_of(memory) == piece.digest)
 
     def read_chunks(
         self, piece: Piece, start: int, memory: memoryview, chunks: Sequence[Chunk], version: int
     ) -> None:
-        """Read chunks that follow each other into memory, as `read_piece` reads an object.
+        """Read consecutive chunks of an object into memory, as `read_piece` reads an object.
 
         Args:
-            piece: the object in which they lie.
-            start: the first byte of it that is read.
-            memory: as many bytes as they have.
-            chunks: what the bytes must be.
+            piece: the object with the chunks.
+            start: the offset of the first chunk in the object.
+            memory: memory of the chunks' size.
+            chunks: the chunks.
             version: the version that needs them.
 
         Raises:
-            GoneError: the version is not kept any longer.
-            PayloadError: no place has them.
+            GoneError: the version is no longer kept.
+            PayloadError: no source has the chunks.
         """
 
         def right() -> bool:
@@ -309,20 +307,20 @@ class RunReader:
         )
 
     def fetch(self, manifest: Manifest, notify: Callable[[], object]) -> Fetch:
-        """Start to fetch a version; see `Fetch`."""
+        """Start fetching a version; see `Fetch`."""
         return Fetch(self, self._pool, manifest, notify)
 
     def fetch_chain(self, chain: Sequence[Manifest], notify: Callable[[], object]) -> ChainFetch:
-        """Start to fetch a version, and those that it needs; see `ChainFetch`."""
+        """Start fetching a version and its bases; see `ChainFetch`."""
         return ChainFetch([self.fetch(each, notify) for each in chain])
 
     def holdings(self, manifest: Manifest) -> JoinedHoldings:
-        """Return the parts of a version that each of its ranks has written.
+        """Return the parts of a version that each rank has written.
 
         Raises:
-            PayloadError: they cannot be read, or do not make up whole tensors.
+            PayloadError: the parts cannot be read or do not make up whole tensors.
         """
-        # Loads the shards of scale, for which others need not wait.
+        # Imported late, since it loads the shards of sync-plugin-scale.
         from sync_plugin_store.holdings import JoinedHoldings
 
         piece = manifest.holdings
@@ -330,7 +328,7 @@ class RunReader:
         if self._holdings is None or self._holdings[0] != piece:
             data = bytearray(piece.nbytes)
             self.read_piece(piece, memoryview(data), manifest.version)
-            # The same of every version of a trainer.
+            # All versions of a trainer have the same holdings.
             self._holdings = piece, bytes(data)
         joined = JoinedHoldings.from_bytes(self._holdings[1])
         if len(joined.ranks) != len(manifest.ranks):
@@ -341,15 +339,15 @@ class RunReader:
         return joined
 
     def layout(self, version: int, timeout: float) -> Layout:
-        """Return the layout of whole versions.
+        """Return the layout of a whole version.
 
         Args:
-            version: the version; 0 for the newest, which need not be there yet.
-            timeout: how long the first version is waited for, in seconds.
+            version: the version; 0 for the newest, which may not exist yet.
+            timeout: how long to wait for the first version, in seconds.
 
         Raises:
-            StoreError: there is none.
-            PayloadError: it cannot be read.
+            StoreError: the run has no version.
+            PayloadError: the version cannot be read.
         """
         patience = Patience(timeout, self.stopped)
         while (head := self.look()) is None or not head.version:
@@ -374,8 +372,8 @@ class RunReader:
     def fetch_parts(
         self, manifest: Manifest, notify: Callable[[], object], parts: Parts | None
     ) -> PartFetch:
-        """Start to fetch parts of a version; see `PartFetch`."""
-        # Loads the shards of scale, for which others need not wait.
+        """Start fetching parts of a version; see `PartFetch`."""
+        # Imported late, since it loads the shards of sync-plugin-scale.
         from sync_plugin_store.parts import PartFetch
 
         return PartFetch(self, self._pool, manifest, notify, parts)
@@ -386,14 +384,14 @@ class RunReader:
             raise ClosedError("the receiver is closed")
 
     def close(self) -> None:
-        """End what is being fetched."""
+        """Cancel all fetches."""
         self.stopped.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for source in self._sources:
             source.close()
 
     def _take(self, head: Head, source: Objects, data: bytes) -> None:
-        """Accept a head that is signed, if it is newer."""
+        """Check the signature of a head, and adopt the head if it is newer."""
         if self.run is None:
             self.run = head.run
         if head.run != self.run:
@@ -422,7 +420,7 @@ class RunReader:
             )
 
     def _check_kept(self, version: int) -> None:
-        """Raise `GoneError` where the trainer does not keep a version any longer."""
+        """Raise `GoneError` if the trainer no longer keeps a version."""
         for source in self._in_order(self._sources):
             try:
                 found = source.look(HEAD)
@@ -436,23 +434,23 @@ class RunReader:
                 raise GoneError(f"version {version} is not kept any longer; a newer one is")
 
     def _avoid(self, source: Objects) -> None:
-        """Ask a place that has failed after the others, for some seconds."""
+        """Ask a failed source after the others for some seconds."""
         self._avoided[source.url] = time.monotonic() + _AVOIDED
 
     def _in_order(self, sources: Sequence[Objects]) -> list[Objects]:
-        """Return places, those that have just failed last."""
+        """Return sources, recently failed ones last."""
         now = time.monotonic()
         return sorted(sources, key=lambda source: self._avoided.get(source.url, 0.0) > now)
 
 
 class Fetch:
-    """A version on its way into memory; it continues while nothing waits for it.
+    """Reads a version into memory, in the background.
 
     Args:
-        reader: the run.
-        pool: where objects are read.
+        reader: the reader of the run.
+        pool: the threads that read objects.
         manifest: the version.
-        notify: called by other threads when all have come, or one cannot come.
+        notify: called by other threads when all objects have arrived or one has failed.
     """
 
     def __init__(
@@ -467,11 +465,11 @@ class Fetch:
         self.block = Block.allocate(manifest.nbytes)
         self.began = time.perf_counter()
         self._pieces = self._parts()
-        # For the pieces that no thread has taken yet.
+        # Guards the pieces that no thread has taken yet.
         self._lock = threading.Lock()
         self._cancelled = False
         self._reading: list[Future[None]] = []
-        # As many as read at a time, and not one for each of what may be very many pieces.
+        # One task per stream, not per piece, since there may be very many pieces.
         for _ in range(min(reader.streams, len(manifest.pieces))):
             future = pool.submit(self._read)
             future.add_done_callback(lambda _: notify())
@@ -497,15 +495,15 @@ class Fetch:
 
     @property
     def ended(self) -> bool:
-        """True once every object has come, or one has failed."""
+        """True once every object has arrived or one has failed."""
         return all(f.done() for f in self._reading) or self._failure is not None
 
     def result(self) -> Block:
-        """Return the version, every byte of which has been checked.
+        """Return the version, all bytes checked.
 
         Raises:
             PayloadError: an object could not be read.
-            ClosedError: the reader was closed, so that some objects may not have been read.
+            ClosedError: the reader was closed before all objects were read.
         """
         self._reader.check_open()
         failure = self._failure
@@ -515,14 +513,14 @@ class Fetch:
         return self.block
 
     def cancel(self) -> None:
-        """Read no object that is not on its way yet."""
+        """Start no further reads."""
         self._cancelled = True
         for future in self._reading:
             future.cancel()
 
     @property
     def failed(self) -> bool:
-        """True once an object could not be read."""
+        """True once reading an object has failed."""
         return self._failure is not None
 
     @property
@@ -532,10 +530,10 @@ class Fetch:
 
 
 class ChainFetch:
-    """A version on its way with those that it needs, the oldest first.
+    """Fetches a version and all versions that it builds on, the oldest first.
 
     Args:
-        fetches: of each.
+        fetches: the fetch of each version.
     """
 
     def __init__(self, fetches: Sequence[Fetch]) -> None:
@@ -549,11 +547,11 @@ class ChainFetch:
 
     @property
     def ended(self) -> bool:
-        """True once all have come, or one has failed."""
+        """True once all versions have arrived or one has failed."""
         return all(f.ended for f in self.fetches) or any(f.failed for f in self.fetches)
 
     def result(self) -> list[Block]:
-        """Return the blocks of all, every byte of which has been checked.
+        """Return the blocks of all versions, all bytes checked.
 
         Raises:
             PayloadError: an object could not be read.
@@ -565,11 +563,11 @@ class ChainFetch:
 
     @property
     def broken(self) -> int:
-        """The version that has failed; 0 for none."""
+        """The version whose fetch has failed; 0 for none."""
         return next((fetch.manifest.version for fetch in self.fetches if fetch.failed), 0)
 
 
 def notify(changed: threading.Condition) -> None:
-    """Wake all that wait for a condition."""
+    """Wake all threads that wait for a condition."""
     with changed:
         changed.notify_all()

@@ -1,4 +1,4 @@
-"""The receiver of a reader that the trainer does not know."""
+"""The receiver of readers that the trainer does not know."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 __all__ = ["ReadingReceiver"]
 
 _log = logging.getLogger("sync_core")
-# How long a call waits for manifests in a directory, beyond its deadline, in seconds.
+# How long a call waits for manifests in a directory past its deadline, in seconds.
 _NEAR = 1.0
-# Of the memory that there is reason for: what is read of a chain at a time takes one part of so
-# many, beside the version that is kept and its copies.
+# The part of a chain that is read at a time takes one of this many shares of the memory limit. The
+# other shares are for the kept version and its copies.
 _SHARE = 4
 
 
 class ReadingReceiver(ReceiverTransport):
-    """Reads the versions of a run, and leaves nothing.
+    """Reads the versions of a run, without writing to the store.
 
     Args:
-        reader: the run.
-        version: the version to keep to; 0 for the newest.
+        reader: the reader of the run.
+        version: the one version to receive; 0 for always the newest.
         poll: seconds between two looks for a new version.
-        parts: what is read of each version; None for all.
+        parts: the parts to read of each version; None for whole versions.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class ReadingReceiver(ReceiverTransport):
         self._pinned = version
         self._poll = poll
         self._next_look = 0.0
-        # The look that is under way.
+        # The look in progress.
         self._looking: Future[ChainFetch | PartFetch | None] | None = None
         self._seen = 0
         self._fetch: ChainFetch | PartFetch | None = None
-        # What that leads to: the version, where it needs more than can be in memory at a time.
+        # The version to reach; a long chain takes several fetches.
         self._target = 0
-        # The version that could not be read, and why.
+        # The version that could not be read, and the error.
         self._failure: tuple[int, Exception] | None = None
-        # Made with the first increment, or version on which one may build.
+        # Made with the first increment or anchor.
         self._increments: IncrementReader | None = None
-        # Of the versions that are kept: what was read of them, and those that could not be read.
+        # The manifests of kept versions, and the versions whose manifest could not be read.
         self._manifests: dict[int, Manifest] = {}
         self._broken = set[int]()
         self._woken = False
@@ -68,7 +68,7 @@ class ReadingReceiver(ReceiverTransport):
         self._process = os.getpid()
 
     def receive(self, timeout: float) -> Payload | None:
-        """Return the newest version; what is not there in time arrives for the next call."""
+        """Return the newest version; one that is late arrives with the next call."""
         deadline = time.monotonic() + timeout
         while True:
             if self._fetch is None:
@@ -86,27 +86,27 @@ class ReadingReceiver(ReceiverTransport):
         """Do nothing: the trainer does not know of this reader."""
 
     def wake(self) -> None:
-        """Let `receive` return."""
+        """Make `receive` return."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End what is being read; in a process that was forked from this one, do nothing."""
+        """Cancel all reads; in a process that was forked from this one, do nothing."""
         if os.getpid() == self._process:
             self._reader.close()
 
     def _look_until(self, deadline: float) -> None:
-        """Look for a version that was not seen, and begin to fetch it, on another thread.
+        """Look for a new version and begin to fetch it, on another thread.
 
-        A server that does not answer, or a long chain of versions, does not hold up the caller.
+        A silent server or a long chain of versions does not delay the caller.
         """
         if self._looking is None:
             if time.monotonic() < self._next_look:
                 return
             self._next_look = time.monotonic() + self._poll
             if self._reader.near and self._failure is None:
-                # Without a thread, as that costs more than the look.
+                # On this thread, since starting another costs more than the look.
                 head = self._reader.look()
                 if head is None or not self._news(head):
                     return
@@ -136,7 +136,7 @@ class ReadingReceiver(ReceiverTransport):
         notify(self._changed)
 
     def _look(self) -> ChainFetch | PartFetch | None:
-        """Begin to fetch the newest version, if there is one that was not seen."""
+        """Begin to fetch the newest version, unless it was seen already."""
         failure, self._failure = self._failure, None
         if failure is not None:
             return self._replace(*failure)
@@ -162,25 +162,25 @@ class ReadingReceiver(ReceiverTransport):
             return self._replace(version, error)
 
     def _forget_others(self, head: Head) -> None:
-        """Forget manifests; a run that went back may have another version of the same number."""
+        """Drop manifests that the head does not name, as after a rollback of the run."""
         self._manifests = {
             v: m for v, m in self._manifests.items() if head.versions.get(v) == m.digest
         }
 
     def _news(self, head: Head) -> bool:
-        """Return whether there is a version that was not seen; see `_check_open`."""
+        """Return whether the run has a new version; see `_check_open`."""
         news = (self._pinned or head.version) > self._seen
         if not news:
             self._check_open(head)
         return news
 
     def _check_open(self, head: Head) -> None:
-        """Raise `SenderLostError` where no version follows."""
+        """Raise `SenderLostError` if the run is closed."""
         if head.closed and not self._pinned:
             raise SenderLostError(f"the trainer has closed its sender after version {head.version}")
 
     def _begin(self, chain: list[Manifest]) -> ChainFetch | PartFetch | None:
-        """Begin to fetch a version, last, and as many of those that it needs as fit in memory."""
+        """Begin to fetch a chain of versions, or as many of its first as fit in memory."""
         if not chain:
             return None
         self._target = chain[-1].version
@@ -196,12 +196,12 @@ class ReadingReceiver(ReceiverTransport):
         return self._reader.fetch_parts(chain[-1], lambda: notify(self._changed), self._parts)
 
     def _replace(self, version: int, error: Exception) -> ChainFetch | PartFetch | None:
-        """Fetch the newest version that does without what could not be read, or raise the error."""
+        """Fetch the newest version that does not need an unreadable one, or raise the error."""
         chain: list[Manifest] = []
         head = None
         while not (chain or self._pinned):
             before = head
-            # A newer one may have been published while the version was read.
+            # A newer version may have been published during the read.
             with suppress(SyncError):
                 self._reader.look()
             head = self._reader.head
@@ -216,7 +216,7 @@ class ReadingReceiver(ReceiverTransport):
         return self._begin(chain)
 
     def _newest(self, head: Head) -> list[Manifest]:
-        """Return the newest version that can be read, last, and those that it needs."""
+        """Return the chain of the newest version that can be read."""
         for version in sorted(head.versions, reverse=True):
             if version <= self._seen:
                 break
@@ -224,13 +224,13 @@ class ReadingReceiver(ReceiverTransport):
                 chain = self._chain(version)
             except PayloadError:
                 continue  # a base is gone or cannot be read
-            # No part of an increment can be read.
+            # Readers of parts cannot use increments.
             if self._parts is None or not chain[-1].base:
                 return chain
         return []
 
     def _chain(self, version: int) -> list[Manifest]:
-        """Return a version, last, and those that it needs before it."""
+        """Return a version's bases, the oldest first, and then the version itself."""
         chain = [self._manifest(version)]
         pieces = len(chain[0].objects)
         if self._parts is not None:
@@ -285,7 +285,7 @@ class ReadingReceiver(ReceiverTransport):
         return found
 
     def _finish(self, deadline: float) -> Payload | None:
-        """Return the version that has come; None where none is on its way, or not in time."""
+        """Return the fetched version; None if no fetch ends in time."""
         fetch = self._fetch
         if fetch is None:
             return None
@@ -305,11 +305,11 @@ class ReadingReceiver(ReceiverTransport):
             return None
         except (PayloadError, StoreError) as error:
             self._broken.add(fetch.broken or version)
-            # The next look finds another.
+            # The next look finds another version.
             self._failure, self._next_look = (version, error), 0.0
             return None
         if version != self._target:
-            # Kept, for what follows in the chain.
+            # The increment reader keeps a copy.
             payload.release()
             self._next_look = 0.0
             return None
@@ -317,7 +317,7 @@ class ReadingReceiver(ReceiverTransport):
         return payload
 
     def _make(self, fetch: ChainFetch | PartFetch) -> Payload:
-        """Return a version, whole, or its parts."""
+        """Return the payload of a whole version or of its parts."""
         if not isinstance(fetch, ChainFetch):
             block = fetch.result()
             return Payload.unpack(block, fetch.manifest.version, since=fetch.began)
@@ -327,7 +327,7 @@ class ReadingReceiver(ReceiverTransport):
             for manifest, block in zip(chain, fetch.result(), strict=True)
         ]
         if self._increments is None and any(each.anchor or each.base for each in chain):
-            # Loads the increments of scale, for which others need not wait.
+            # Imported late, since it loads the increments of sync-plugin-scale.
             from sync_plugin_store.increments import IncrementReader
 
             self._increments = IncrementReader()

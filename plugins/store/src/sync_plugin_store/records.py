@@ -1,7 +1,7 @@
-"""The records by which ranks write a version together: small objects in ``parts/``.
+"""The records with which ranks write a version together: small objects in ``parts/``.
 
-All are signed with the run's key, and named by the session: a number that the first rank draws when
-it begins. No rank takes what was written for another session, or for another version.
+All records are signed with the run's key. Their names contain the session, a random number that the
+first rank draws when it begins. Ranks ignore records of other sessions and versions.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ __all__ = [
 
 #: The folder of the records.
 PARTS = "parts/"
-#: The name of the record of the session, which the first rank alone replaces.
+#: The name of the session's record, which only the first rank replaces.
 SESSION = "parts/session.json"
 _RECORD = re.compile(rf"{PARTS}([0-9a-f]{{32}})(?:-([0-9]{{1,19}}))?-([0-9]{{1,9}})\.json")
 
 
 def holding_name(session: str, rank: int) -> str:
-    """Return the name of the record of the parts that a rank holds."""
+    """Return the name of the record with a rank's holding."""
     return f"{PARTS}{session}-{rank}.json"
 
 
 def part_name(session: str, version: int, rank: int) -> str:
-    """Return the name of the record of a part of a version."""
+    """Return the name of the record for a rank's part of a version."""
     return f"{PARTS}{session}-{version}-{rank}.json"
 
 
 def read_record_name(name: str) -> tuple[str, int, int] | None:
     """Return the session, version and rank of a rank's record; None for other names.
 
-    The version is 0 where the record is of the parts that the rank holds.
+    The version is 0 if the record has the rank's holding.
 
     Example:
         >>> read_record_name(part_name("0" * 32, 7, 1)) == ("0" * 32, 7, 1)
@@ -74,7 +74,7 @@ def read_record_name(name: str) -> tuple[str, int, int] | None:
     return None if match is None else (match[1], int(match[2] or 0), int(match[3]))
 
 
-# What reads each field.
+# The function that reads each field.
 _READ: dict[str, Callable[[Any], Any]] = {
     "run": read_text,
     "session": read_text,
@@ -92,7 +92,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record, as its fields are stored, with its kind and format.
+    """A signed record, stored as JSON with its kind and format.
 
     Args:
         run: the run.
@@ -105,7 +105,7 @@ class _Record:
     session: str
 
     def to_bytes(self, key: SigningKey) -> bytes:
-        """Return the record as it is stored."""
+        """Return the record as stored."""
         content = {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
         content |= {"format": RANKS_FORMAT, "kind": self.kind}
         return signed(write_json(content), key, PARTS_PURPOSE)
@@ -115,8 +115,8 @@ class _Record:
         """Return the record that `to_bytes` wrote.
 
         Raises:
-            SignatureError: it is signed with another key.
-            PayloadError: it is something else.
+            SignatureError: the data is signed with another key.
+            PayloadError: the data is not such a record.
         """
         what = f"the record of a {cls.kind}"
         content = read_json(signed_by(public, data, what, PARTS_PURPOSE), what, (RANKS_FORMAT,))
@@ -134,8 +134,8 @@ class Session(_Record):
 
     Args:
         size: the number of ranks.
-        given_up: the newest version that the first rank has given up; 0 for none.
-        reason: why.
+        given_up: the newest version that the first rank gave up; 0 for none.
+        reason: the reason for giving it up.
 
     Example:
         >>> key = SigningKey.generate()
@@ -153,11 +153,11 @@ class Session(_Record):
 
 @dataclass(frozen=True, slots=True)
 class RankHolding(_Record):
-    """The parts that a rank holds.
+    """Refers to the object with the parts that a rank holds.
 
     Args:
         rank: the rank.
-        holding: the object that says it.
+        holding: the object with the parts that it holds.
     """
 
     kind: ClassVar[str] = "holding"
@@ -168,14 +168,15 @@ class RankHolding(_Record):
 
 @dataclass(frozen=True, slots=True)
 class RankPart(_Record):
-    """The part of a version that a rank has written.
+    """Lists the objects of the part of a version that a rank has written.
 
     Args:
         rank: the rank.
         version: the version.
-        after: a version that has the pieces which were not written again; 0 for none.
-        holdings: the digest of what all ranks write, as this rank knows it.
-        file: what it has written.
+        after: an earlier version, which has the pieces that the rank did not write again; 0 for
+            none.
+        holdings: the digest of the parts of all ranks, as computed by this rank.
+        file: the file of the rank's part.
     """
 
     kind: ClassVar[str] = "part"
@@ -188,7 +189,7 @@ class RankPart(_Record):
 
 
 def pieces_of_record(data: bytes, public: str) -> tuple[Piece, ...] | None:
-    """Return the objects that a record of a trainer's ranks refers to; None for anything else."""
+    """Return the objects that a rank's record refers to; None for other data."""
     for kind in (RankPart, RankHolding, Session):
         with suppress(SignatureError, PayloadError):
             record = kind.from_bytes(data, public)

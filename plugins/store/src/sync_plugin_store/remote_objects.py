@@ -1,4 +1,4 @@
-"""Objects in an object store, by obstore: `RemoteObjects`."""
+"""Objects in an object store, accessed with obstore: `RemoteObjects`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["RemoteObjects"]
 
 
 class RemoteObjects(Objects):
-    """An object store, by obstore.
+    """An object store, accessed with obstore.
 
-    Credentials, regions and endpoints are those of this process's environment, such as
-    ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``: no address has any.
+    Credentials, regions and endpoints come from this process's environment, such as
+    ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL``. Addresses never contain them.
 
     Args:
         url: where it is.
-        timeout: how long a request that fails is tried again, in seconds.
+        timeout: how long failed requests are retried, in seconds.
     """
 
     def __init__(self, url: str, timeout: float) -> None:
@@ -43,10 +43,10 @@ class RemoteObjects(Objects):
         self._api = obstore
         self._errors: Any = obstore.exceptions
         client: Any = {
-            # Of one request. A slow link still brings an object in pieces: see `read`.
+            # The limit of one request. Over a slow link, `read` resumes with further requests.
             "timeout": timedelta(seconds=max(timeout, 5.0)),
             "connect_timeout": timedelta(seconds=min(timeout, 5.0)),
-            # Services on this machine and in tests; s3:// and gs:// use https by themselves.
+            # For local services and tests; s3:// and gs:// use https by default.
             "allow_http": True,
         }
         retry: Any = {
@@ -64,7 +64,7 @@ class RemoteObjects(Objects):
             raise OptionError(f"url={url!r} cannot be opened: {error}") from error
 
     def look(self, name: str, tag: str | None = None) -> Found | None:
-        # A state is named by its bytes where the store has no tags.
+        # A tag "sha256:…" is made from the bytes, for stores without tags.
         options: Any = {"if_none_match": tag} if tag and not tag.startswith("sha256:") else None
         try:
             result = self._api.get(self._store, name, options=options)
@@ -106,7 +106,8 @@ class RemoteObjects(Objects):
             except (self._errors.NotFoundError, FileNotFoundError):
                 return False
             except (self._errors.BaseError, OSError) as error:
-                # Resumed where it broke; a place that brings nothing may not be the only one.
+                # Resume where it broke, but leave a source that sent nothing: another may be
+                # better.
                 if done == before or not patience.pause():
                     raise self._failed("read", name, error) from error
         return True
@@ -114,7 +115,7 @@ class RemoteObjects(Objects):
     def _stream(
         self, name: str, options: Any, nbytes: int, validator: Validator
     ) -> Iterator[memoryview]:
-        """Return the bytes of an object as they come, ``nbytes`` of them at most."""
+        """Iterate over an object's bytes as they arrive, at most ``nbytes`` of them."""
         result = self._api.get(self._store, name, options=options)
         found = result.meta
         tag = found["e_tag"] or found["last_modified"]
@@ -131,7 +132,7 @@ class RemoteObjects(Objects):
                     raise PayloadError(f"{name} in {self.url} has more bytes than agreed")
                 yield memoryview(part)
         except self._errors.PreconditionError:
-            # obstore has resumed it, and found another state.
+            # obstore has resumed the read, and found the object in another state.
             validator.check(None, name, self.url)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
@@ -142,7 +143,7 @@ class RemoteObjects(Objects):
         try:
             result = self._put(name, data, mode)
         except ConflictError:
-            # The answer to an attempt that succeeded may have been lost.
+            # An earlier attempt may have succeeded although its answer was lost.
             standing = self.look(name)
             if standing is None or standing.data != data:
                 raise
@@ -190,6 +191,6 @@ class RemoteObjects(Objects):
             if refused
             else ""
         )
-        # Messages of obstore have the whole request, on several lines.
+        # obstore's messages contain the whole request, on several lines.
         text = " ".join(str(error).split())
         return StoreError(f"cannot {verb} {name} in {self.url}: {text:.300}{advice}")

@@ -1,4 +1,4 @@
-"""A run, found by its URL and public key: its versions, names, leases and addresses."""
+"""Open a run by its URL and public key: its versions, names, leases and addresses."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["Run"]
 
 
 class Run:
-    """A run, read from where it is or from mirrors of it.
+    """Reads and names a run's versions, from its store or from mirrors.
 
     Args:
-        url: where it is: a directory, ``s3://bucket/run``, ``https://host/run`` and so on.
-        key: the trainer's public key: `Run.key_of` a sender, in hexadecimal.
-        mirrors: further places that have the same.
-        timeout: how long a place that fails is tried again, in seconds.
+        url: a directory, ``s3://bucket/run``, ``https://host/run`` and so on.
+        key: the trainer's public key, in hexadecimal; see `Run.key_of`.
+        mirrors: URLs of mirrors of the run.
+        timeout: how long failed requests are retried, in seconds.
 
     Raises:
-        StoreError: no place answers, or none has a run.
+        StoreError: no store answers, or none has a run.
         SignatureError: the run is signed with another key.
 
     Example:
@@ -71,10 +71,10 @@ class Run:
         """Return the public key of a sender's run, in hexadecimal.
 
         Args:
-            sender: of the scheme ``store``.
+            sender: a sender with the scheme ``store``.
 
         Raises:
-            OptionError: it is a sender of another scheme.
+            OptionError: the sender has another scheme.
         """
         endpoint = _endpoint_of(sender)
         return endpoint.key
@@ -85,18 +85,18 @@ class Run:
         return self._head().version
 
     def versions(self) -> tuple[int, ...]:
-        """Return the versions that are kept, in ascending order."""
+        """Return the kept versions, in ascending order."""
         return tuple(sorted(self._head().versions))
 
     def names(self) -> dict[str, int]:
-        """Return the versions that have names, by name."""
+        """Return the named versions, by name."""
         return dict(self._head().names)
 
     def manifest(self, version: int) -> Manifest:
-        """Return what a version consists of.
+        """Return a version's manifest.
 
         Raises:
-            PayloadError: it is not kept, or cannot be read.
+            PayloadError: the version is not kept or cannot be read.
         """
         self._head()
         return self._reader.manifest(version)
@@ -108,17 +108,17 @@ class Run:
         name: str | None = None,
         poll: float | None = None,
     ) -> Address:
-        """Return the address of a receiver; it pickles, and has a JSON form.
+        """Return an address for receivers, which can be pickled or written as JSON.
 
         Args:
-            version: the version that the receiver keeps to; None for the newest, always.
-            name: the same by the version's name.
+            version: the one version to receive; None for always the newest.
+            name: the name of the one version to receive.
             poll: seconds between two looks for a new version; None for 0.005 in a directory, and 1
                 elsewhere.
 
         Raises:
             OptionError: there is no such version or name, or the trainer has layers that are
-                objects: their address is the sender's own, and travels as a pickle.
+                objects. With these, pickle the sender's own address instead.
         """
         head = self._head()
         if name is not None:
@@ -141,20 +141,20 @@ class Run:
 
     @contextmanager
     def lease(self, version: int, seconds: float = 3600.0) -> Iterator[None]:
-        """Keep a version while the block runs, in a place that this process may write to.
+        """Keep a version while the block runs; this process must be able to write to the store.
 
         Args:
             version: the version.
-            seconds: how long it is kept if this process dies in the block.
+            seconds: how long the version is kept if this process dies in the block.
 
         Raises:
-            StoreError: it cannot be written there.
+            StoreError: the store cannot be written.
         """
         name, place, run = lease_name(), self._sources[0], self._head().run
         place.put(name, Lease(version, seconds, run).to_bytes())
         try:
             patience = Patience(self._timeout, self._reader.stopped)
-            # The trainer may have listed the leases before this one was there.
+            # The trainer may have listed the leases before this one was written.
             while version in (head := self._head()).leaving and patience.pause():
                 pass
             if version not in head.versions or version in head.leaving:
@@ -167,23 +167,23 @@ class Run:
             place.delete(name)
 
     def set_name(self, name: str, version: int, key_file: str) -> None:
-        """Give a version a name, which keeps it; a name that another version has moves.
+        """Name a version, which keeps it; a name that exists already moves.
 
-        The trainer may be publishing meanwhile, in another process.
+        The trainer may publish versions at the same time, in another process.
 
         Args:
             name: letters, digits and ``._-``, and not only digits.
             version: the version.
-            key_file: the private key that the trainer gave as ``key=``.
+            key_file: the file that the trainer gave as ``key=``.
 
         Raises:
-            StoreError: the version is not kept, or the name is not one.
+            StoreError: the version is not kept, or the name is not valid.
         """
         publisher = RunPublisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
         publisher.name(version, name)
 
     def forget_name(self, name: str, key_file: str) -> None:
-        """Take a name away; see `set_name`."""
+        """Remove a name; see `set_name`."""
         publisher = RunPublisher(self._sources[0], SigningKey.of_file(Path(key_file)), streams=1)
         publisher.forget_name(name)
 

@@ -1,4 +1,4 @@
-"""The scheme ``store``: a version is written once, and any number of readers fetch it."""
+"""The scheme ``store``: a trainer writes each version once for any number of readers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 __all__ = ["StoreScheme", "StoreSchemeOptions"]
 
 _log = logging.getLogger("sync_core")
-# Looks into a directory cost nothing; a request costs money, and some milliseconds.
+# Polling a directory costs nothing; a request costs money and some milliseconds.
 _NEAR_POLL, _FAR_POLL = 0.005, 1.0
 _NEAR_LOST_AFTER, _FAR_LOST_AFTER = 5.0, 60.0
-# Half of the versions with which readers take a head; the rest is for names and leases.
+# Half of the versions that readers accept in a head; the rest is for names and leases.
 _MOST_KEPT = MOST_VERSIONS // 2
-# Of a piece, in bytes.
+# The least size of a piece, in bytes.
 _LEAST_PIECE = 1 << 10
 
 
@@ -66,27 +66,28 @@ class StoreSchemeOptions:
     """Options of the scheme ``store``.
 
     Args:
-        url: where the run is: a directory, ``s3://bucket/run``, ``gs://…`` or ``az://…``;
-            ``{run}`` in it becomes the run's id. None for a directory of this machine that ends
-            with the sender.
-        answers: where readers with places write their answers; None for ``url``.
-        key: a PEM file with the Ed25519 key that signs the run, made where there is none; a
-            trainer that is started again continues the run with it. None for a new key in memory.
-        keep: how many versions are kept, beside those with names or leases; 5000 at most.
-        piece_mb: the size of the objects of a version, in MiB; 0.001 at least.
-        grace: how long what is not kept any longer stays for those that read it, in seconds.
-        poll: seconds between two looks for something new; None for 0.005 in a directory, and 1
+        url: a directory, ``s3://bucket/run``, ``gs://…`` or ``az://…``; ``{run}`` becomes the run's
+            id. None for a temporary directory, which the sender removes when it closes.
+        answers: the URL to which workers of ``num_workers=`` write answers; None for ``url``.
+        key: a PEM file with the Ed25519 key that signs the run; made if missing. With it, a
+            restarted trainer continues the run. None for a new key in memory.
+        keep: how many of the newest versions are kept, at most 5000. Versions with names or leases
+            are kept too.
+        piece_mb: the size of a version's objects, in MiB; at least 0.001.
+        grace: how long to keep objects of dropped versions, for readers that still read them, in
+            seconds.
+        poll: seconds between two looks for a new version; None for 0.005 in a directory, and 1
             elsewhere, where each look is a request.
-        lost_after: seconds without a sign of life after which a reader that answers counts as
-            dead; None for 5 in a directory, and 60 elsewhere.
-        streams: how many objects travel at a time.
-        chunks: whether a reader whose model is a shard can read that alone, and not whole pieces;
-            the trainer hashes each version twice. None for True, but in a directory.
-        anchor_every: publish a whole version, an anchor, once in so many, and between two anchors
-            what changed since the version before; None for whole versions alone.
+        lost_after: seconds without a sign of life after which a worker counts as dead; None for 5
+            in a directory, and 60 elsewhere.
+        streams: the number of concurrent reads or writes.
+        chunks: whether a reader of a shard can read only its chunks instead of whole pieces; the
+            trainer then hashes each version twice. None for True, except in a directory.
+        anchor_every: publish one version in this many whole, as an anchor, and the others as
+            increments on the version before; None to publish only whole versions.
 
     Raises:
-        OptionError: one of them makes no sense.
+        OptionError: an option is not valid.
 
     Example:
         >>> StoreSchemeOptions(url="s3://bucket/run", keep=0)
@@ -124,11 +125,11 @@ class StoreSchemeOptions:
             raise OptionError(f"grace must be a finite number of seconds >= 0, got {self.grace}")
 
     def poll_of(self, objects: Objects) -> float:
-        """Return the seconds between two looks into a place."""
+        """Return the seconds between two looks into a store."""
         return self.poll or (_NEAR_POLL if objects.near else _FAR_POLL)
 
     def writing(self, objects: Objects) -> dict[str, Any]:
-        """Return the options of writers of pieces into a place."""
+        """Return the options for writing pieces into a store."""
         return {
             "piece_nbytes": round(self.piece_mb * (1 << 20)),
             "streams": self.streams,
@@ -136,17 +137,17 @@ class StoreSchemeOptions:
         }
 
     def record_options(self, objects: Objects) -> StoreOptions:
-        """Return the options of the records of readers that answer."""
+        """Return the options for the records of workers that answer."""
         lost_after = self.lost_after or (_NEAR_LOST_AFTER if objects.near else _FAR_LOST_AFTER)
         return StoreOptions(poll=self.poll_of(objects), lost_after=lost_after, keep=self.keep)
 
 
 class StoreScheme:
-    """A trainer publishes versions to an object store or a directory, signed; readers fetch them.
+    """Publishes signed versions to an object store or a directory, from which readers fetch them.
 
-    Without ``num_workers``, the sender knows none of its readers: `Sender.send` ends when the
-    version can be read, and `Sender.address` gives the address of all. With it, each worker has a
-    place, and answers.
+    Without ``num_workers``, the sender does not know its readers: `Sender.send` returns as soon as
+    the version can be read, and `Sender.address` returns one address for all. With it, each worker
+    has its own address and answers.
     """
 
     capabilities = frozenset(
@@ -155,16 +156,16 @@ class StoreScheme:
     endpoint_type = StoreEndpoint
 
     def resolve(self, address: Address, model: Any, timeout: float) -> tuple[Address, Any]:
-        """Return an address and a model of parts, where the model has parts of the trainer's.
+        """Adapt an address and a model, if the model has only parts of the trainer's tensors.
 
-        The address of a rank has no layout: that of the run's newest version is read.
+        The address of a rank has no layout, so this reads the layout of the run's newest version.
 
         Raises:
             StoreError: the run has no version within the timeout.
-            OptionError: a layer works on whole tensors alone.
+            OptionError: a layer works only on whole tensors.
             LayoutMismatchError: the model does not fit the trainer's.
         """
-        # Loads the shards of scale, for which others need not wait.
+        # Imported late, since it loads the shards of sync-plugin-scale.
         from sync_plugin_scale.shards import is_divided
 
         if not address.layout.specs:
@@ -179,26 +180,27 @@ class StoreScheme:
             raise
 
     def create_rank(self, context: TransportContext, holding: Holding) -> SenderTransport | None:
-        """Return the side of one rank of a trainer, which all write each version together.
+        """Return the transport of one rank, if all ranks of a trainer write each version together.
 
-        Any scheme that publishes can have such a method; `sync_plugin_scale.Sharded` calls it.
+        Any scheme that publishes versions can have this method; `sync_plugin_scale.Sharded` calls
+        it.
 
         Args:
-            context: of the rank's sender; its layout has the parts that the rank holds.
-            holding: which parts these are.
+            context: the context of the rank's sender, with the layout of the rank's parts.
+            holding: the parts that the rank holds.
 
         Returns:
-            None where readers answer, so that each of them asks each rank for its parts.
+            None if readers answer, so that each reader asks each rank for its parts.
 
         Raises:
-            OptionError: the ranks could not write one run.
+            OptionError: with these options, the ranks cannot write one run.
         """
         options = context.parse_options(StoreSchemeOptions)
         return None if options.answers else _rank(context, holding, options)
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """Return the sender's or a receiver's side."""
+        """Return the sender's or a receiver's transport."""
         options = context.parse_options(StoreSchemeOptions)
         if context.side == "sender":
             return _sender(context, options)
@@ -206,7 +208,7 @@ class StoreScheme:
 
 
 def _laid_out(address: Address, timeout: float) -> Address:
-    """Return the address of a rank with the layout of whole versions."""
+    """Return the address of a rank, with the layout of whole versions filled in."""
     endpoint: StoreEndpoint = address.endpoint
     run = endpoint.run or None
     reader = RunReader(open_all(endpoint.urls, timeout), endpoint.key, run, timeout=timeout)
@@ -221,7 +223,7 @@ def _laid_out(address: Address, timeout: float) -> Address:
 
 
 def _divided(address: Address, model: Any) -> tuple[Address, Any]:
-    """Return the address with what a model wants of each version, and views of its tensors."""
+    """Return the address with the parts that a model needs, and views of the model's tensors."""
     from sync_plugin_store.parts import parts_of
 
     for layer in address.layers:
@@ -237,8 +239,8 @@ def _divided(address: Address, model: Any) -> tuple[Address, Any]:
 
 
 def _refuse(address: Address, error: Exception, timeout: float) -> None:
-    """Connect only to let the sender know, at once, why this worker cannot receive."""
-    # The caller gets the reason, and not that the store could not be reached.
+    """Connect only to report to the sender, at once, why this worker cannot receive."""
+    # The caller gets this reason, not an error about an unreachable store.
     with suppress(Exception), closing(address.connect(timeout)) as transport:
         payload = transport.receive(0.0)
         if payload is not None:
@@ -270,9 +272,9 @@ def _sender_in(
         )
     key = SigningKey.generate() if options.key is None else SigningKey.of_file(Path(options.key))
     if context.make_address is None:
-        # A companion's own channel beside the sender's run.
+        # A companion's own channel, next to the sender's run.
         url, key = f"{url}/channels/{secrets.token_hex(8)}", SigningKey.generate()
-    # A directory of the sender's ends with it.
+    # A temporary directory need not outlast a loss of power.
     objects = open_objects(url, context.timeout, durable=folder is None)
     publisher = RunPublisher(
         objects,
@@ -285,7 +287,7 @@ def _sender_in(
     endpoint = StoreEndpoint(urls=[url], key=key.public, run=publisher.run)
     increments = None
     if options.anchor_every is not None:
-        # Loads the increments of scale, for which others need not wait.
+        # Imported late, since it loads the increments of sync-plugin-scale.
         from sync_plugin_store.increments import IncrementWriter
 
         increments = IncrementWriter(options.anchor_every)
@@ -306,7 +308,7 @@ def _sender_in(
         assert isinstance(records, SenderTransport)
         return AnsweringSender(records, publishing)
     except BaseException:
-        # Readers of the run learn nothing of a sender that never was.
+        # No `close`: readers of the run must not see that a sender failed to start.
         publisher.writer.close()
         raise
 
@@ -314,7 +316,7 @@ def _sender_in(
 def _rank(
     context: TransportContext, holding: Holding, options: StoreSchemeOptions
 ) -> SenderTransport:
-    # Loads the shards of scale, for which others need not wait.
+    # Imported late, since it loads the shards of sync-plugin-scale.
     from sync_plugin_store.first_rank import FirstRank
     from sync_plugin_store.later_rank import LaterRank
 
@@ -331,7 +333,7 @@ def _rank(
         objects,
         key,
         keep=options.keep,
-        # What another rank writes now is younger.
+        # Objects that another rank is writing are younger.
         grace=max(options.grace, context.timeout),
         session=secrets.token_hex(16),
         **options.writing(objects),
@@ -360,7 +362,7 @@ def _check_written(url: str) -> None:
 
 
 def _check_rank(holding: Holding, options: StoreSchemeOptions) -> None:
-    """Raise `OptionError` for options with which ranks cannot write one run."""
+    """Raise `OptionError` if ranks cannot write one run with these options."""
     example = "Sender(Sharded('store', rank, size), model, url='s3://bucket/run', key='FILE')"
     if options.url is None or "{run}" in options.url:
         raise OptionError(
@@ -387,12 +389,12 @@ def _check_rank(holding: Holding, options: StoreSchemeOptions) -> None:
 
 def _receiver(context: TransportContext, options: StoreSchemeOptions) -> ReceiverTransport:
     endpoint: StoreEndpoint = context.endpoint
-    # A call that waits for the whole timeout learns why a place has failed.
+    # Half, so that a call with the whole timeout can report why a store failed.
     sources = open_all(endpoint.urls, context.timeout / 2)
     if not sources:
         raise OptionError("the address of a run must have a URL; type sender.address()")
     parts = endpoint.parts if isinstance(endpoint, PartsEndpoint) else None
-    # A receiver of parts reads them out of versions of the whole layout.
+    # A receiver of parts reads from versions with the whole layout.
     layout = context.layout if parts is None else parts.layout
     reader = RunReader(
         sources,
@@ -421,11 +423,11 @@ def _receiver(context: TransportContext, options: StoreSchemeOptions) -> Receive
 
 
 class _AnsweringReceiver(WrappingReceiver):
-    """A reader that answers.
+    """A receiver that answers the sender.
 
     Args:
-        transport: the records.
-        versions: the run.
+        transport: reads and writes the records.
+        versions: the versions of the run.
     """
 
     def __init__(self, transport: ReceiverTransport, versions: ReadVersions) -> None:
@@ -433,7 +435,7 @@ class _AnsweringReceiver(WrappingReceiver):
         self._versions = versions
 
     def close(self) -> None:
-        """Leave, and end what is being read."""
+        """Disconnect, and cancel all reads."""
         self.transport.close()
         self._versions.close()
 
@@ -445,13 +447,13 @@ def _address_maker(
     scheme: Any = None,
     layout: Layout | None = None,
 ) -> Callable[[], bytes | None]:
-    """Return what makes the address of any reader, as JSON; it has no token of the sender's.
+    """Return a function that returns the readers' address as JSON, without the sender's token.
 
     Args:
-        context: of the sender.
-        endpoint: of readers.
-        scheme: theirs, where it is not the sender's.
-        layout: of whole versions, where the sender has parts of them.
+        context: the sender's context.
+        endpoint: the readers' endpoint.
+        scheme: the readers' scheme; None for the sender's.
+        layout: the layout of whole versions, if the sender has only parts.
     """
     make: Callable[..., Address] | None = context.make_address
 
@@ -470,7 +472,7 @@ def _address_maker(
         try:
             return made.to_json().encode()
         except AddressError as error:
-            # Layers that are objects: readers need an address that was pickled.
+            # With layers that are objects, readers need a pickled address.
             _log.info("no address is published with the run: %s", error)
             return None
 

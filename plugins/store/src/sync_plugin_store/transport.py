@@ -1,4 +1,4 @@
-"""Both sides of the scheme ``store``."""
+"""The transports of both sides of the scheme ``store``."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class StoreEndpoint:
     """The endpoint of a receiver.
 
     Args:
-        urls: where it is: the trainer's place, or mirrors of it.
+        urls: the URLs of the run: the trainer's, or those of mirrors.
         key: the trainer's public key, in hexadecimal.
-        run: the run's id; "" for the one that is there.
-        version: the version that the receiver keeps to; 0 for the newest.
-        answers: where readers write their answers; "" where they write nothing.
+        run: the run's id; "" to accept any run.
+        version: the one version to receive; 0 for always the newest.
+        answers: the URL to which readers write answers; "" for none.
     """
 
     urls: list[str] = field(default_factory=list)
@@ -67,21 +67,21 @@ class PartsEndpoint(StoreEndpoint):
     """The endpoint of a receiver that reads parts of each version.
 
     Args:
-        parts: those that its model wants.
+        parts: the parts that its model needs.
     """
 
     parts: Parts | None = None
 
 
 class Publishing:
-    """A run, its versions, and what ends with its sender.
+    """Publishes the versions of a run, and closes the run.
 
     Args:
         publisher: writes the run.
-        endpoint: for the addresses of readers.
-        make_address: makes what is published as the address of the run; None for none.
-        folder: a directory that ends with the sender; None for none.
-        increments: makes increments of versions; None where all are published whole.
+        endpoint: the readers' endpoint.
+        make_address: a function that returns the address to publish with the run, or None.
+        folder: a temporary directory to remove with the sender, if any.
+        increments: makes increments; None to publish only whole versions.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Publishing:
         )
 
     def close(self) -> None:
-        """Write that the sender has closed."""
+        """Mark the run as closed."""
         if self._closed:
             return
         self._closed = True
@@ -131,7 +131,7 @@ class PublishingSender(SenderTransport):
     """Publishes versions for readers that it does not know.
 
     Args:
-        publishing: the run.
+        publishing: publishes the versions.
     """
 
     def __init__(self, publishing: Publishing) -> None:
@@ -143,13 +143,13 @@ class PublishingSender(SenderTransport):
         return self._publishing.endpoint
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
-        """Publish a version; it can be read when this returns."""
+        """Publish a version; readers can read it when this returns."""
         del worker_ids
         self._publishing.publish(payload)
         return {}
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Raise `OptionError`: readers that do not answer have no places."""
+        """Raise `OptionError`: readers that do not answer cannot be added."""
         del worker_id, worker
         raise OptionError(
             "this sender publishes for readers that it does not know; give each of them "
@@ -158,19 +158,19 @@ class PublishingSender(SenderTransport):
         )
 
     def remove_worker(self, worker_id: int) -> None:
-        """Do nothing: there is none."""
+        """Do nothing: there are no workers."""
 
     def close(self) -> None:
-        """Write that the sender has closed."""
+        """Mark the run as closed."""
         self._publishing.close()
 
 
 class AnsweringSender(WrappingSender):
-    """A sender whose readers answer, through records in a store.
+    """A sender whose workers answer with records in a store.
 
     Args:
-        transport: writes the records, and reads the answers.
-        publishing: the run.
+        transport: writes the records and reads the answers.
+        publishing: publishes the versions.
     """
 
     def __init__(self, transport: SenderTransport, publishing: Publishing) -> None:
@@ -183,16 +183,16 @@ class AnsweringSender(WrappingSender):
         return self._publishing.endpoint
 
     def close(self) -> None:
-        """Remove the records, and write that the sender has closed."""
+        """Remove the records, and mark the run as closed."""
         self.transport.close()
         self._publishing.close()
 
 
 class PublishedVersions(Versions):
-    """The trainer's versions of a run whose readers answer.
+    """Publishes versions for readers that answer.
 
     Args:
-        publishing: the run.
+        publishing: publishes the versions.
     """
 
     def __init__(self, publishing: Publishing) -> None:
@@ -202,7 +202,7 @@ class PublishedVersions(Versions):
         """Publish a version.
 
         Raises:
-            OSError: the store failed; the report says so for each worker.
+            OSError: the store failed; the report has the error for each worker.
         """
         try:
             return self._publishing.publish(payload)
@@ -210,21 +210,21 @@ class PublishedVersions(Versions):
             raise OSError(str(error)) from error
 
     def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
-        """Return nothing: the trainer reads no versions."""
+        """Return None: the trainer reads no versions."""
         del version, nbytes, digest
         return None
 
     def delete_version(self, version: int) -> None:
-        """Do nothing: the run itself decides what is kept."""
+        """Do nothing: `RunPublisher` removes versions."""
 
 
 class ReadVersions(Versions):
-    """The versions of a run in a reader that answers.
+    """Reads the versions of a run, for a reader that answers.
 
     Args:
-        reader: the run.
-        timeout: how long reading a version may take, in seconds.
-        parts: what is read of each version; None for all.
+        reader: the reader of the run.
+        timeout: the longest time for reading a version, in seconds.
+        parts: the parts to read of each version; None for whole versions.
     """
 
     def __init__(self, reader: RunReader, timeout: float, parts: Parts | None = None) -> None:
@@ -237,7 +237,7 @@ class ReadVersions(Versions):
         raise ClosedError(f"a reader cannot write version {payload.version}")
 
     def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
-        """Read a version; None where a newer one has taken its place."""
+        """Read a version; return None if a newer one has replaced it."""
         head = self._reader.look()
         if head is None or head.versions.get(version) != digest:
             return None
@@ -266,10 +266,10 @@ class ReadVersions(Versions):
             return None
 
     def delete_version(self, version: int) -> None:
-        """Do nothing: the trainer decides what is kept."""
+        """Do nothing: the trainer removes versions."""
 
     def close(self) -> None:
-        """End what is being read."""
+        """Cancel all reads."""
         self._reader.close()
 
 
@@ -277,7 +277,7 @@ class RecordStore(Store):
     """The records of readers that answer, as small objects.
 
     Args:
-        objects: where they are.
+        objects: the store for the records.
     """
 
     def __init__(self, objects: Objects) -> None:

@@ -1,4 +1,4 @@
-"""``sync-core serve``: a directory with a run, for readers that reach this machine by HTTP."""
+"""``sync-core serve``: serve a run in a directory to readers over HTTP."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = ["SERVE", "RunServer", "add_arguments", "serve"]
 
 SERVE = Command("serve a directory with a run by HTTP", "sync_plugin_store.web")
 
-# The objects that readers need: no leases, answers, or files of other names.
+# The objects that readers need: no leases, answers or other files.
 _SERVED = re.compile(r"/(HEAD|manifests/[0-9a-f]{64}\.json|objects/[0-9a-f]{64})")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-# A peer that sends or takes nothing for this long loses its connection, in seconds; so does one
-# whose request is not whole by then.
+# A connection is closed after this long without progress, or with an incomplete request, in
+# seconds.
 _SILENCE = 60.0
-# A peer that takes an object more slowly loses its connection, in bytes a second.
+# A connection that reads an object more slowly is closed, in bytes per second.
 _SLOWEST = 1 << 16
-# Beyond the most connections, one that has taken less for this long gives up its place, in seconds.
+# At the limit of connections, one that has read too slowly for this long is closed, in seconds.
 _STALLED = 0.5
-# The most connections, if the process may have so many files. Each takes a thread and two files.
+# The most connections, if the limit of open files allows. Each takes a thread and two files.
 _MOST = 256
 _OTHER_FILES = 64
-# How long the end of the server may take, in seconds.
+# The longest time that stopping the server takes, in seconds.
 _TICK = 0.1
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD of what a run consists of, with ranges and conditions."""
+    """Answers GET and HEAD requests for a run's objects, with ranges and conditions."""
 
     protocol_version = "HTTP/1.1"
     timeout: ClassVar[float] = _SILENCE
@@ -55,7 +55,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def do_HEAD(self) -> None:
-        """Send what is known of an object."""
+        """Send the headers of an object."""
         self._answer(body=False)
 
     def handle_one_request(self) -> None:
@@ -64,15 +64,15 @@ class _Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its base names it so
-        """Write nothing: readers look several times a second."""
+        """Log nothing, since readers send several requests per second."""
 
     def _has_body(self) -> bool:
-        """Return whether bytes follow the request that are not the next one."""
+        """Return whether the request has a body."""
         lengths = self.headers.get_all("Content-Length", [])
         return bool(
             self.headers.get("Transfer-Encoding")
             or any(length.strip() != "0" for length in lengths)
-            # Lines that are not headers to this parser, and may be to a proxy.
+            # A proxy may read lines as headers that this parser rejects.
             or self.headers.defects
             or self.headers.get_payload()
         )
@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if found is None:
                 raise FileNotFoundError
-            # A process that can write there must not choose what this process reads elsewhere.
+            # No links: a process that can write there must not choose files elsewhere.
             file = open_below(self.server.directory, found[1])
         except OSError:
             self._begin(404, 0)
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "ETag": f'"{tag}"',
                 "Accept-Ranges": "bytes",
                 "Content-Type": "application/octet-stream",
-                # A cache on the way must ask for the head, and never again for the others.
+                # Caches must revalidate the head; all other objects never change.
                 "Cache-Control": "no-cache" if head else "public, max-age=31536000, immutable",
             }
             if self.headers.get("If-None-Match") == headers["ETag"]:
@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(file.fileno(), start, stop)
 
     def _send(self, file: int, start: int, stop: int) -> None:
-        """Send a part of a file by the kernel, which copies nothing through this process."""
+        """Send a part of a file with sendfile, without copies through this process."""
         writable, taken = select.poll(), 0
         writable.register(self.connection, select.POLLOUT)
         while start < stop:
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
                     continue
                 sent = 0
             if not sent:
-                # A peer that takes nothing, or a file that was cut short meanwhile.
+                # The peer reads nothing, or the file was truncated meanwhile.
                 self.close_connection = True
                 return
             start, taken = start + sent, taken + sent
@@ -149,28 +149,28 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class RunServer(ThreadingHTTPServer):
-    """Serves a run to readers, and nothing else of its directory.
+    """Serves a run's objects, and no other files of its directory.
 
-    Connections have a limit, so that peers which keep theirs open do not use up the files that this
-    process may have. One more closes the one that has been idle for longest, else the one that has
-    taken too little of an object for longest, or is refused.
+    The number of connections is limited, so that open connections cannot use up this process's file
+    descriptors. At the limit, a new connection replaces the one that has been idle for longest, or
+    else the one whose read has stalled for longest, or else is refused.
 
     Args:
         directory: the directory of the run.
-        host: the address to listen on; others than loopback let every host there read.
+        host: the address to listen on; with any but loopback, other hosts can read the weights.
         port: the port; 0 for a free one.
     """
 
     daemon_threads = True
-    # Connections that come while others are accepted.
+    # The backlog of connections that wait to be accepted.
     request_queue_size = 128
 
     def __init__(self, directory: Path, host: str = "127.0.0.1", port: int = 0) -> None:
         self.directory = directory
-        # The deadlines of connections, and since when they are idle.
+        # The deadline of each connection, and when it became idle.
         self._deadlines: dict[socket.socket, float] = {}
         self._idle: dict[socket.socket, float] = {}
-        # Those that take an object, since when they took the last part; the oldest first.
+        # Connections that read an object, with the time of their last progress, the oldest first.
         self._taking: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -191,7 +191,7 @@ class RunServer(ThreadingHTTPServer):
         Args:
             connection: the connection.
             seconds: how long its next step may take.
-            idle: whether it waits for a request.
+            idle: whether it is waiting for a request.
         """
         now = time.monotonic()
         with self._lock:
@@ -201,16 +201,16 @@ class RunServer(ThreadingHTTPServer):
             (self._idle if idle else self._taking)[connection] = now
 
     def takes(self, connection: socket.socket) -> None:
-        """Note that a connection has taken a part of an object."""
+        """Note that a connection has read a part of an object."""
         with self._lock:
             if self._taking.pop(connection, None) is not None:
                 self._taking[connection] = time.monotonic()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection's requests in a thread, if there is room for one more."""
+        """Answer a connection's requests in a thread, if the limit allows one more."""
         with self._lock:
             full = len(self._deadlines) >= self._most
-            # Its thread ends soon, and the files that are left over are enough until then.
+            # The replaced thread ends soon; until then the spare file descriptors are enough.
             replaced = self._least_needed() if full else None
         if replaced is not None:
             _hang_up(replaced)
@@ -221,7 +221,7 @@ class RunServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def _least_needed(self) -> socket.socket | None:
-        """Take out the connection that makes room for one more; None where all are at work."""
+        """Remove and return the connection to replace; None if all are busy."""
         for found, least in ((self._idle, 0.0), (self._taking, _STALLED)):
             oldest = next(iter(found), None)
             if oldest is not None and time.monotonic() - found[oldest] >= least:
@@ -238,7 +238,7 @@ class RunServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Close connections that are past their deadline."""
+        """Close the connections whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             late = [one for one, deadline in self._deadlines.items() if deadline < now]
@@ -246,29 +246,29 @@ class RunServer(ThreadingHTTPServer):
             _hang_up(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Write nothing: readers may hang up at any time."""
+        """Log nothing, since readers may disconnect at any time."""
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Let the thread that answers a connection find it closed."""
+    """Shut a connection down, so that its thread ends."""
     with suppress(OSError):  # it is closed already
         connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager
 def serve(directory: str, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve a run by HTTP while the block runs.
+    """Serve a run over HTTP while the block runs.
 
     Args:
         directory: the directory of the run.
-        host: the address to listen on; others than loopback let every host there read the weights.
+        host: the address to listen on; with any but loopback, other hosts can read the weights.
         port: the port; 0 for a free one.
 
     Yields:
         The URL for readers.
 
     Raises:
-        OptionError: there is no such directory.
+        OptionError: the directory does not exist.
 
     Example:
         >>> import tempfile

@@ -1,6 +1,6 @@
-"""Objects behind a web server, read by HTTP: `WebObjects`.
+"""Objects behind a web server, read over HTTP: `WebObjects`.
 
-obstore follows redirects to any address, so requests to web servers are made here.
+This module does not use obstore, which follows redirects to any address.
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ _ANSWERS = (200, 206, 304, 416, *_GONE)
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 _MOST_REDIRECTS = 5
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-[0-9]{1,18}/(?:([0-9]{1,18})|\*)")
-# Of an answer that is not wanted: longer ones cost their connection, in bytes.
+# Unneeded answers up to this size are read, so that the connection can be reused, in bytes.
 _DRAINED = 1 << 16
-# A file that was written so lately, in seconds, may be written again within the same second, and
-# have the same tag; the clocks of a server and of its disks may differ by as much.
+# A file written within this time, in seconds, may be written again within the same second and get
+# the same tag. The clocks of a server and its disks may differ by as much.
 _COARSE_FOR = 60.0
-# Until a server accepts a connection, in seconds.
+# The time limit of a connection attempt, in seconds.
 _CONNECT = 5.0
 
 
 class _BrokenError(Exception):
-    """A request may succeed when it is tried again."""
+    """A request failed, but a retry may succeed."""
 
 
 class _TimedSocket:
-    """A socket whose calls together end at a deadline, also where bytes drip in."""
+    """A socket with one deadline for all calls together, even if bytes arrive slowly."""
 
     def __init__(self, sock: Any) -> None:
         self._socket = sock
         self.deadline = 0.0
-        # Of a reader that was not closed.
+        # Closes the socket of a reader that was not closed.
         weakref.finalize(self, sock.close).atexit = False
 
     def limit(self) -> None:
-        """Let the next call end at the deadline."""
+        """Limit the next call to the time until the deadline."""
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the server has not answered in time")
@@ -84,7 +84,7 @@ class _TimedSocket:
         return io.BufferedReader(_TimedReader(self, self._socket.makefile("rb", buffering=0)))
 
     def end(self) -> None:
-        """Let calls of other threads end."""
+        """Make calls on other threads end."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -109,13 +109,13 @@ class _TimedReader(io.RawIOBase):
 
 
 class WebObjects(RemoteObjects):
-    """A directory that a web server shows.
+    """Objects of a directory that a web server serves.
 
     Args:
-        url: where it is.
-        timeout: how long a request may take, and how long one that fails is tried again, in
+        url: the URL of the directory.
+        timeout: the longest time for a request, and how long failed requests are retried, in
             seconds.
-        redirects: URLs of further servers to which it may redirect.
+        redirects: URLs of other servers to which it may redirect.
     """
 
     def __init__(self, url: str, timeout: float, redirects: Sequence[str] = ()) -> None:
@@ -126,16 +126,16 @@ class WebObjects(RemoteObjects):
         if self._own[::2] == ("http", 80):
             self._origins.add(("https", self._own[1], 443))
         self._context = ssl.create_default_context()
-        # The connections that wait for a request.
+        # The idle connections.
         self._idle: list[tuple[Origin, Any]] = []
-        # The sockets of requests that are under way.
+        # The sockets of requests in progress.
         self._busy = set[_TimedSocket]()
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
     def look(self, name: str, tag: str | None = None) -> Found | None:
         patience = Patience(self._timeout, self._closed)
-        # A state is named by its bytes where the server has no tags, such as Python's own.
+        # A tag "sha256:…" is made from the bytes, for servers without tags, such as Python's.
         known = {"If-None-Match": tag} if tag and not tag.startswith("sha256:") else {}
         while True:
             try:
@@ -152,7 +152,7 @@ class WebObjects(RemoteObjects):
                 if not patience.pause():
                     raise self._failed("read", name, error) from error
         digest = hashlib.sha256(data).hexdigest()
-        # Tags may be times in seconds, so two states in a second have the same.
+        # Tags may be times in seconds, so two states within a second may have the same tag.
         if not found or digest not in found:
             found = f"sha256:{digest}"
         return None if found == tag else Found(data, found)
@@ -180,7 +180,7 @@ class WebObjects(RemoteObjects):
                     if response.status == 200:
                         if not whole:
                             raise NoRangesError.of(self.url)
-                        # Also where a range was to follow what had come.
+                        # Begin again, even if a range was requested.
                         done = before = 0
                     self._check_answer(response, name, start + done, start + len(memory))
                     self._check_state(response, name, validator)
@@ -190,7 +190,8 @@ class WebObjects(RemoteObjects):
                             raise _BrokenError("it ended too early")
                         done += count
             except _BrokenError as error:
-                # Resumed where it broke; a place that brings nothing may not be the only one.
+                # Resume where it broke, but leave a server that sent nothing: another may be
+                # better.
                 if done == before or not patience.pause():
                     raise self._failed("read", name, error) from error
         return True
@@ -205,7 +206,7 @@ class WebObjects(RemoteObjects):
             connection.close()
 
     def _check_answer(self, response: HTTPResponse, name: str, start: int, stop: int) -> None:
-        """Raise unless an answer has the bytes that were asked for."""
+        """Raise unless an answer has the requested bytes."""
         size = _size_of(response)
         if response.status == 200:
             if size is not None and size != stop:
@@ -226,11 +227,11 @@ class WebObjects(RemoteObjects):
 
     @contextmanager
     def _get(self, name: str, headers: dict[str, str]) -> Iterator[HTTPResponse]:
-        """Ask for an object, and follow redirects to the servers that were given.
+        """Request an object, and follow redirects to allowed servers.
 
         Raises:
-            _BrokenError: the request may succeed when it is tried again.
-            StoreError: it may not.
+            _BrokenError: the request failed, but a retry may succeed.
+            StoreError: the request failed for good.
         """
         deadline = time.monotonic() + max(self._timeout, _CONNECT)
         base = (
@@ -282,7 +283,7 @@ class WebObjects(RemoteObjects):
             raise StoreError(f"{self.url} compresses {name}; let it send the bytes as they are")
 
     def _redirected(self, name: str, url: str) -> str:
-        """Return where an object is, if that is on a server that was given."""
+        """Return the URL to which an object was redirected, if its server is allowed."""
         parts = urlsplit(url)
         try:
             allowed = parts.scheme in _PORTS and _origin_of(url) in self._origins
@@ -300,7 +301,7 @@ class WebObjects(RemoteObjects):
     def _ask(
         self, url: str, headers: dict[str, str], deadline: float
     ) -> tuple[Origin, Any, HTTPResponse]:
-        """Send a request over a connection that is open, or over a new one."""
+        """Send a request over an open connection or a new one."""
         origin, parts = _origin_of(url), urlsplit(url)
         headers = {"Accept-Encoding": "identity", "User-Agent": "sync-plugin-store", **headers}
         user = urlsplit(self.url)
@@ -320,7 +321,7 @@ class WebObjects(RemoteObjects):
                 return origin, connection, connection.getresponse()
             except BaseException as error:
                 self._end(connection)
-                # The server has closed it meanwhile.
+                # The server may have closed the reused connection.
                 if reused is None or not isinstance(error, ConnectionError):
                     raise
 
@@ -341,7 +342,7 @@ class WebObjects(RemoteObjects):
 
 
 def _connect(origin: Origin, context: ssl.SSLContext, deadline: float) -> Any:
-    """Return a connection to a server, by the proxy of this process's environment if it has one."""
+    """Connect to a server, through the proxy in this process's environment, if any."""
     scheme, host, port = origin
     timeout = max(0.001, min(_CONNECT, deadline - time.monotonic()))
     proxy = None if proxy_bypass(host) else getproxies().get(scheme)
@@ -384,7 +385,7 @@ def _origin_of(url: str) -> Origin:
 
 
 def _size_of(response: HTTPResponse) -> int | None:
-    """Return the size of the whole object; None where the answer does not say."""
+    """Return the size of the whole object; None if the answer does not have it."""
     if response.status == 206:
         found = _RANGE.fullmatch(response.getheader("Content-Range") or "")
         return None if found is None or found[2] is None else int(found[2])
@@ -393,7 +394,7 @@ def _size_of(response: HTTPResponse) -> int | None:
 
 
 def _seconds(date: str | None) -> float:
-    """Return the seconds since 1970 of a date in a header; those of now where it has none."""
+    """Return a header's date in seconds since 1970, or the current time if there is none."""
     try:
         return parsedate_to_datetime(date or "").timestamp()
     except (TypeError, ValueError, OverflowError):
