@@ -1,9 +1,9 @@
-"""Weights for vLLM by any scheme of sync-core.
+"""Deliver weights into vLLM engines with any scheme of sync-core.
 
-vLLM calls `register` in each of its processes, and finds the weight transfer engine
+vLLM calls `register` in each of its processes, which registers the weight transfer engine
 ``"sync_core"`` (`sync_plugin_vllm.engine`). The trainer drives engines with `VllmTarget`
-(`sync_plugin_vllm.target`), and does not need vLLM. A trainer that is written to vLLM's own
-interface uses `sync_plugin_vllm.trainer` instead, which does.
+(`sync_plugin_vllm.target`), and does not need vLLM installed. A trainer that is written to vLLM's
+own interface uses `sync_plugin_vllm.trainer` instead, which needs vLLM.
 """
 
 from sync_plugin_vllm.clients import EngineError, HttpClient
@@ -26,11 +26,7 @@ __all__ = [
 
 
 def register() -> None:
-    """Register the backend ``"sync_core"`` for weight transfer with vLLM, which calls this itself.
-
-    It is registered for engines (`sync_plugin_vllm.engine`) and for trainers
-    (`sync_plugin_vllm.trainer`).
-    """
+    """Register the weight transfer backend ``"sync_core"``; vLLM calls this itself."""
     from vllm.distributed.weight_transfer.factory import (
         WeightTransferEngineFactory,
         WeightTransferTrainerFactory,

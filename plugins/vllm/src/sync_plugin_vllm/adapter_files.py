@@ -1,11 +1,10 @@
-"""The directories in which vLLM finds adapters.
+"""Write the directories from which vLLM loads adapters.
 
-vLLM reads an adapter from a directory, and reads it again whenever requests need one that its cache
-has dropped. So each version of an adapter has a directory, from before it is loaded until no
-request can use it.
+vLLM loads an adapter from a directory, and loads it again when a request needs an adapter that has
+left its cache. So each version of an adapter keeps its directory until no request can use it.
 
-A process that is killed leaves its directories. Each has a file that its process locks, so that the
-next one to write there removes those of processes that have ended.
+A killed process leaves its directories behind. Each directory has a file that its process locks, so
+that the next process which writes there can remove the directories of dead ones.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _LOCK = "lock"
 
 
 class AdapterFiles:
-    """Writes directories, and removes them, at the latest when the process ends."""
+    """Writes adapter directories, and removes them when the process ends, if not earlier."""
 
     def __init__(self) -> None:
-        #: By directory, the descriptor of its file that is locked.
+        #: By directory: the descriptor of its lock file.
         self._locks: dict[Path, int] = {}
         self._end = weakref.finalize(self, _remove_all, self._locks, os.getpid())
 
@@ -46,16 +45,17 @@ class AdapterFiles:
         description: AdapterDescription,
         ranks: Mapping[str, int],
     ) -> None:
-        """Write an adapter.
+        """Write an adapter to a directory.
 
         Args:
-            directory: a directory that does not exist.
-            tensors: by their names in the trainer's model.
-            description: of the adapter.
-            ranks: by module.
+            directory: the directory, which must not exist yet.
+            tensors: the tensors, by their names in the trainer's model.
+            description: the description of the adapter.
+            ranks: the LoRA rank of each module.
 
         Raises:
-            OptionError: the directory has no name of an adapter's version, or no parent.
+            OptionError: the directory's name is not that of an adapter's version, or its parent is
+                missing.
         """
         if not directory.is_absolute() or not _DIRECTORY.fullmatch(directory.name):
             raise OptionError(f"an adapter cannot be written to {str(directory)!r}")
@@ -65,14 +65,14 @@ class AdapterFiles:
                 "VllmTarget(…, adapter_directory=…)"
             )
         _remove_stale(directory.parent)
-        # Others look at a directory once it has its name, and is locked.
+        # Renamed once it is complete and locked: other processes ignore this name.
         made = Path(tempfile.mkdtemp(prefix=".adapter-", dir=directory.parent))
         with ExitStack() as undone:
             undone.callback(shutil.rmtree, made, ignore_errors=True)
             lock = os.open(made / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             undone.callback(os.close, lock)
             os.write(lock, _boot())
-            with suppress(OSError):  # a file system without locks: it is not removed by others
+            with suppress(OSError):  # without locks, other processes do not remove it
                 fcntl.flock(lock, fcntl.LOCK_EX)
             made.rename(directory)
             undone.pop_all()
@@ -86,24 +86,24 @@ class AdapterFiles:
         (directory / "adapter_config.json").write_text(config)
 
     def remove(self, directory: Path) -> None:
-        """Remove a directory, if this process has written it."""
+        """Remove a directory that this process has written."""
         if (lock := self._locks.pop(directory, None)) is not None:
-            # Others may have removed it, as what cleans /tmp does.
+            # Something else, such as a cleaner of /tmp, may have removed it.
             shutil.rmtree(directory, ignore_errors=True)
             os.close(lock)
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove directories of processes on this machine that have ended."""
+    """Remove the directories of dead processes of this machine."""
     for directory in parent.iterdir():
         if not _DIRECTORY.fullmatch(directory.name):
             continue
-        # It has no such file, or a process has locked it.
+        # Skip directories without this file and locked ones.
         with suppress(OSError):
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Some file systems keep the locks of each machine apart.
+                # On some file systems, locks are not visible to other machines.
                 if os.read(lock, 100) == _boot():
                     shutil.rmtree(directory, ignore_errors=True)
             finally:
@@ -111,11 +111,11 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _boot() -> bytes:
-    """Return what tells this machine from others, until it is started again."""
+    """Return an id of this machine that changes with each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_bytes()
 
 
 def _remove_all(locks: Mapping[Path, int], process: int) -> None:
-    if os.getpid() == process:  # not forked from the rank's
+    if os.getpid() == process:  # not in a forked process
         for directory in locks:
             shutil.rmtree(directory, ignore_errors=True)

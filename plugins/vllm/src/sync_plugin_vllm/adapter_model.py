@@ -1,4 +1,4 @@
-"""The description of the trainer's LoRA adapter for vLLM: its modules, ranks and scales."""
+"""Describe the trainer's LoRA adapter for vLLM: its modules, ranks and scales."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from sync_core import ModelError, OptionError
 from sync_core.models import ComputedWeights, plain_name
 
-#: What PEFT puts before the names of the base model.
+#: The prefix that PEFT adds to the names of the base model.
 PREFIX = "base_model.model."
 #: The tensors of an adapter that vLLM can apply: A and B of a linear layer.
 TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])\.(?P<adapter>[^.]+)\.weight")
 
 _SHOWN = 8
-#: Settings of PEFT that change what an adapter computes, and that vLLM does not implement.
+#: PEFT settings that change the result of an adapter and that vLLM does not implement.
 _UNSUPPORTED = (
     "modules_to_save",
     "use_dora",
@@ -38,18 +38,18 @@ _UNSUPPORTED = (
     "monteclora_config",
     "velora_config",
 )
-#: Ways of initialising that leave the base model's weights as they are in the checkpoint.
+#: PEFT initialisations that leave the base model's weights unchanged.
 _INITS = ("gaussian", "eva", "orthogonal", "mica")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """All that decides, beside its tensors, what an adapter computes.
+    """The name and the scales of an adapter: everything but its tensors.
 
     Args:
         adapter: its name in PEFT, such as ``"default"``.
-        scaling: by the name of each module of the base model that has a part of the adapter, the
-            factor of ``B @ A``: ``lora_alpha`` divided by the rank, or by its root.
+        scaling: the factor of ``B @ A``, by the name of each module with a part of the adapter:
+            ``lora_alpha`` divided by the rank or by its square root.
     """
 
     adapter: str
@@ -57,14 +57,14 @@ class AdapterDescription:
 
 
 def describe_adapter(model: Any) -> AdapterDescription:
-    """Return the description of the one adapter that a PEFT model acts with.
+    """Return the description of the only active adapter of a PEFT model.
 
     Args:
-        model: what ``peft.get_peft_model`` returned, or ``gathered`` of it.
+        model: the result of ``peft.get_peft_model``, or ``gathered`` of it.
 
     Raises:
-        ModelError: the model has no such adapter, or trains what vLLM's adapters cannot hold; the
-            message names it.
+        ModelError: the model has no such adapter, or trains tensors that vLLM's adapters cannot
+            hold; the message names them.
     """
     if isinstance(model, ComputedWeights):
         model = model.model
@@ -97,7 +97,7 @@ def describe_adapter(model: Any) -> AdapterDescription:
 
 
 def peft_config(ranks: Mapping[str, int], scaling: Mapping[str, float]) -> dict[str, Any]:
-    r"""Return the ``adapter_config.json`` by which PEFT and vLLM compute the scale of each module.
+    r"""Return the ``adapter_config.json`` from which PEFT and vLLM compute each module's scale.
 
     Args:
         ranks: the rank of each module's part of the adapter.
@@ -111,7 +111,8 @@ def peft_config(ranks: Mapping[str, int], scaling: Mapping[str, float]) -> dict[
     alphas = {module: scaling[module] * rank for module, rank in ranks.items()}
     rank = Counter(ranks.values()).most_common(1)[0][0]
     alpha = Counter(alphas.values()).most_common(1)[0][0]
-    # A key of a pattern is a regular expression of the end of a name, unless it begins with ^.
+    # A pattern's key is a regular expression that matches the end of a name, unless it begins with
+    # ^.
     return {
         "peft_type": "LORA",
         "r": rank,
@@ -126,7 +127,7 @@ def peft_config(ranks: Mapping[str, int], scaling: Mapping[str, float]) -> dict[
 
 
 def _acting(layers: dict[str, Any]) -> str:
-    """Return the name of the adapter that acts, and acts alone."""
+    """Return the name of the only active adapter."""
     names: set[str] = {n for layer in layers.values() for n in layer.active_adapters}
     names &= {name for layer in layers.values() for name in layer.scaling}
     if len(names) != 1:
@@ -164,7 +165,7 @@ def _check_settings(model: nn.Module, adapter: str) -> None:
 
 
 def _check_trained(model: nn.Module, adapter: str) -> None:
-    """Refuse what is trained and is not of the adapter's tensors."""
+    """Raise if tensors are trained that do not belong to the adapter."""
     plain = plain_name(model)
     others = [
         plain(name)
@@ -181,13 +182,13 @@ def _check_trained(model: nn.Module, adapter: str) -> None:
 
 
 def _is_tuner(module: object) -> bool:
-    """Return whether PEFT has put LoRA around a layer."""
+    """Return whether a module is a layer with LoRA."""
     layers = sys.modules.get("peft.tuners.tuners_utils")
     return isinstance(module, getattr(layers, "BaseTunerLayer", ())) and hasattr(module, "scaling")
 
 
 def _is_plain(layer: Any, adapter: str) -> bool:
-    """Return whether PEFT adds ``scaling * B @ A`` to a linear layer, and nothing else."""
+    """Return whether PEFT adds only ``scaling * B @ A`` to a linear layer."""
     linear = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
     tensors = {name for name, _ in layer.named_parameters() if f".{adapter}." in f".{name}."}
     return (
@@ -199,7 +200,7 @@ def _is_plain(layer: Any, adapter: str) -> bool:
 
 
 def base_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of the base model's tensors in a PEFT model, each with its plain name.
+    """Map the names of the base model's tensors in a PEFT model to their original names.
 
     Example:
         >>> base_names(["base_model.model.q.base_layer.weight", "base_model.model.q.lora_A.w"])
@@ -213,16 +214,16 @@ def base_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def base_samples(model: Any) -> dict[str, tuple[str, str]]:
-    """Return the first column of each weight of the base model, and all of each vector.
+    """Return the first column of each base model weight, and each vector whole.
 
     Args:
-        model: what ``peft.get_peft_model`` returned.
+        model: the result of ``peft.get_peft_model``.
 
     Returns:
-        By the plain name: the dtype, such as ``"bfloat16"``, and the bytes in base64.
+        By original name: the dtype, such as ``"bfloat16"``, and the bytes in base64.
 
     Raises:
-        ModelError: tensors are spread over ranks, and the others do not take part.
+        ModelError: the tensors are sharded, and only one rank calls this.
     """
     if isinstance(model, ComputedWeights):
         model = model.model
@@ -247,10 +248,10 @@ def base_samples(model: Any) -> dict[str, tuple[str, str]]:
 
 
 def read_sample(dtype: str, data: str) -> Tensor:
-    """Return a sample of `base_samples`: a column or a vector, with one dimension.
+    """Decode a sample from `base_samples`: a one-dimensional tensor.
 
     Raises:
-        OptionError: they are not what that function has written.
+        OptionError: the sample is not valid.
     """
     kind = getattr(torch, dtype, None)
     try:

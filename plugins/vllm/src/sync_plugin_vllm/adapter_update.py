@@ -1,4 +1,4 @@
-"""The steps by which an engine loads each version of an adapter, under its own name."""
+"""Load each version of an adapter into an engine, under its own name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from sync_plugin_vllm.votes import NotLoadedError, Votes
 
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    """A version of an adapter.
+    """A version of an adapter in an engine.
 
     Args:
         name: such as ``"policy-v7"``.
-        lora_id: its number in vLLM; 0 where a server chooses it.
-        directory: where its files are, on the engine's machine.
+        lora_id: its number in vLLM; 0 if the server chooses it.
+        directory: the directory with its files, on the engine's machine.
     """
 
     name: str
@@ -34,11 +34,11 @@ class _Adapter:
 
 
 class AdapterDriver(Driver):
-    """Loads each version beside the one before, which it unloads when no request uses it."""
+    """Loads each new version next to the old one, and unloads that when no request uses it."""
 
-    #: The adapter that requests use; None before the first.
+    #: The version that requests use; None before the first.
     _current: _Adapter | None = None
-    #: The one that is being loaded.
+    #: The version that is being loaded.
     _next: _Adapter | None = None
 
     def __init__(self, client: Client, worker_ids: tuple[int, ...], options: Options) -> None:
@@ -78,7 +78,7 @@ class AdapterDriver(Driver):
     ) -> None:
         step, version = self._client.step, deliveries[0].version
         name, unique = f"{self._name}-v{version}", secrets.token_hex(4)
-        # Other than the small numbers that users give to adapters of their own.
+        # A large number, since users give small numbers to their own adapters.
         number = 0 if self._client.names_adapters else (1 << 30) | (int(unique, 16) >> 2)
         new = _Adapter(name, number, str(Path(self._directory) / f"{name}-{unique}"))
         step(left(deadline), step="stage")
@@ -88,7 +88,7 @@ class AdapterDriver(Driver):
         fields = asdict(new) | {"version": version, "description": described["adapter"]}
         step(left(deadline), step="write", **fields)
         self._client.add_adapter(name, number, new.directory, left(deadline))
-        # Requests do not know the adapter yet, so it can still be unloaded.
+        # The adapter can still be unloaded, since no request knows it yet.
         self._agree(votes, "paused")
         confirm = partial(step, left(deadline), step="confirm", version=version)
         self._load(confirm, deliveries, deadline)
@@ -96,18 +96,18 @@ class AdapterDriver(Driver):
     def _refuse(self, reason: Exception) -> None:
         if self._next is not None:
             with suppress(Exception):
-                # NotLoadedError is the ranks' own reason for one that is not theirs.
+                # The ranks raise NotLoadedError themselves if the fault is not theirs.
                 is_theirs = not isinstance(reason, NotLoadedError)
                 text = f"{type(reason).__name__}: {reason}" if is_theirs else ""
                 self._client.step(CONCLUDING, step="drop", reason=text)
 
     def _conclude(self, version: int, failure: Exception | None) -> None:
-        """Set the status, and unload the adapters that requests do not use."""
+        """Set the status, and unload adapters that no request uses."""
         new = self._next
         if failure is not None:
             self.set(state="behind", error=failure)
             if new is not None:
-                # A server may have it under its name, also where the ranks have dropped it.
+                # The server may still list the adapter, although the ranks have dropped it.
                 with suppress(Exception):
                     if new.name in self._client.served_adapters(self._name, CONCLUDING):
                         self._client.forget_adapter(new.name, CONCLUDING)
@@ -119,10 +119,10 @@ class AdapterDriver(Driver):
             self._retire(new.name)
 
     def _retire(self, current: str) -> None:
-        """Unload the other versions, but for those that requests may use.
+        """Unload all other versions, except those that requests may use.
 
-        A server refuses further requests for them at once. It may have accepted some that its
-        metrics do not show yet, so their files remain until the next send.
+        A server refuses new requests for them at once. Requests that it has accepted may not be in
+        its metrics yet, so the files remain until the next send.
         """
         others = set(self._client.served_adapters(self._name, CONCLUDING)) - {current}
         for name in others:

@@ -1,4 +1,4 @@
-"""Clients of an engine: in this process, in a Ray actor, or over HTTP."""
+"""Clients that call an engine in this process, in a Ray actor, or over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sync_core import OptionError, SyncError
 Pause: TypeAlias = Literal["keep", "wait", "abort"]
 
 
-#: The settings with which a server is started.
+#: The setting that a server needs for weight updates.
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1, which adds the calls for weights"
 _RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, which adds the calls for adapters"
 _METRICS = "its metrics: leave out --disable-log-stats"
@@ -30,29 +30,29 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class EngineError(SyncError):
-    """A call of an engine failed, or it did not return in time."""
+    """A call of an engine failed or did not return in time."""
 
 
 class Client(ABC):
-    """The calls of one engine that an update takes; each ends by its timeout, in seconds."""
+    """Makes the calls of one engine that an update needs, each with a timeout in seconds."""
 
-    #: How the engine is called in messages.
+    #: The engine's name in messages.
     name: str
 
     @abstractmethod
     def call(self, method: str, timeout: float, *args: Any) -> Any:
-        """Call a method of vLLM with its request."""
+        """Call a method of vLLM with a request."""
 
     @abstractmethod
     def world_size(self, timeout: float) -> int:
         """The number of ranks."""
 
     def init(self, info: dict[str, Any], timeout: float) -> None:
-        """Connect the ranks to the sender; the fields are those of ``SyncCoreInitInfo``."""
+        """Connect the ranks to the sender; ``info`` has the fields of ``SyncCoreInitInfo``."""
         self.call("init_weight_transfer_engine", timeout, {"init_info": info})
 
     def step(self, timeout: float, **fields: Any) -> None:
-        """Take a step that vLLM has no call for; the fields are those of ``EngineStep``."""
+        """Take a step for which vLLM has no call; the fields are those of ``EngineStep``."""
         self.init({"step": fields}, timeout)
 
     def start(self, timeout: float) -> None:
@@ -60,7 +60,7 @@ class Client(ABC):
         self.call("start_weight_update", timeout)
 
     def update(self, version: int, timeout: float) -> None:
-        """Load the version that is staged."""
+        """Load the staged version."""
         self.call("update_weights", timeout, {"update_info": {"version": version}})
 
     def finish(self, timeout: float) -> None:
@@ -69,55 +69,55 @@ class Client(ABC):
 
     @abstractmethod
     def pause(self, mode: Pause, timeout: float) -> None:
-        """Stop scheduling tokens, and drop the caches of prompts, images and encoders."""
+        """Stop scheduling tokens, and clear the caches of prompts, images and encoders."""
 
     def is_paused(self, timeout: float) -> bool:
-        """Return whether it schedules no tokens already, and not because of `pause`."""
+        """Return whether the engine is paused already, by something other than `pause`."""
         del timeout
         return False
 
     @abstractmethod
     def label(self, version: str, timeout: float) -> None:
-        """Label the outputs that follow with a version."""
+        """Label all later outputs with a version."""
 
     @abstractmethod
     def resume(self, timeout: float) -> None:
         """Schedule tokens again."""
 
-    #: Whether vLLM's server chooses the numbers of adapters, and requests name adapters by text.
+    #: Whether vLLM's server chooses the numbers of adapters, and requests use adapters by name.
     names_adapters = False
 
     @abstractmethod
     def add_adapter(self, name: str, lora_id: int, directory: str, timeout: float) -> None:
-        """Have all ranks load an adapter from a directory of the engine's machine."""
+        """Load an adapter into all ranks from a directory of the engine's machine."""
 
     def check_adapters(self, timeout: float) -> None:
-        """Raise unless the engine has the calls for adapters."""
+        """Raise if the engine does not have the calls for adapters."""
         del timeout
 
     def served_adapters(self, name: str, timeout: float) -> list[str]:
-        """Return the versions of an adapter that requests may name; those alone that we loaded."""
+        """Return the versions of an adapter that requests may use, except users' own adapters."""
         del name, timeout
         return []
 
     def forget_adapter(self, name: str, timeout: float) -> None:
-        """Refuse further requests for an adapter."""
+        """Refuse new requests for an adapter."""
         del name, timeout
 
     def refuse_older(self, newest: str, kept: Collection[str], timeout: float) -> None:
-        """Refuse requests for older versions of an adapter, but for some that stay loaded."""
+        """Refuse requests for older versions of an adapter, except for kept ones."""
         del newest, kept, timeout
 
     @abstractmethod
     def adapters_in_use(self, timeout: float) -> set[str] | None:
-        """Return the adapters that requests in progress use; None where that is not known."""
+        """Return the adapters that requests in progress use; None if unknown."""
 
 
 class LlmClient(Client):
     """An engine in this process: an object with the methods of ``vllm.LLM``.
 
-    Its ``generate`` returns when all requests have ended, so there is nothing to pause; only its
-    caches are dropped. Calls have no timeout: `VllmTarget` makes them in a thread.
+    Its ``generate`` returns when all requests have ended, so `pause` only clears the caches. Calls
+    have no timeout, but `VllmTarget` makes them in a thread.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -138,7 +138,7 @@ class LlmClient(Client):
         self.reset_encoder_cache(timeout)
 
     def reset_encoder_cache(self, timeout: float) -> None:
-        """Drop what the old weights have made of images: `LLM` itself has no method for that."""
+        """Clear the cache of encoded images, for which `LLM` itself has no method."""
         del timeout
         _reset_encoder_cache(self._llm)
 
@@ -190,8 +190,8 @@ class HttpClient(Client):
     """A server that ``vllm serve`` started with ``VLLM_SERVER_DEV_MODE=1``.
 
     Args:
-        url: such as ``"http://localhost:8000"``.
-        api_key: the ``--api-key`` of the server; None for one without.
+        url: the server's URL, such as ``"http://localhost:8000"``.
+        api_key: the server's ``--api-key``; None if it has none.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -199,7 +199,7 @@ class HttpClient(Client):
             raise OptionError(f"an engine's URL is like 'http://localhost:8000', not {url!r}")
         self.name = url.rstrip("/")
         self._proxy = _proxy_for(url)
-        # A proxy cannot reach the loopback interface of this machine.
+        # No proxy for loopback addresses, which it cannot reach.
         handlers = [] if self._proxy else [urllib.request.ProxyHandler({})]
         self._opener = urllib.request.build_opener(*handlers)
         self._headers = {"Content-Type": "application/json"}
@@ -207,11 +207,11 @@ class HttpClient(Client):
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def call(self, method: str, timeout: float, *args: Any) -> Any:
-        """Make a request that is named like the method."""
+        """Send a request to the path with the method's name."""
         return self._parsed(method, self.request(method, timeout, *args))
 
     def get(self, path: str, timeout: float) -> Any:
-        """Return the JSON that the server has under a path."""
+        """Return the JSON reply to a GET request."""
         return self._parsed(path, self.request(path, timeout, method="GET"))
 
     def _parsed(self, path: str, reply: bytes) -> Any:
@@ -229,14 +229,14 @@ class HttpClient(Client):
         method: str = "POST",
         setting: str = _DEV_MODE,
     ) -> bytes:
-        """Make a request.
+        """Send an HTTP request.
 
         Args:
-            path: what follows the URL of the server.
-            timeout: in seconds.
-            body: sent as JSON.
-            method: of HTTP.
-            setting: what the server has to be started with to have the path, and what that adds.
+            path: the path, relative to the server's URL.
+            timeout: the timeout in seconds.
+            body: the body, sent as JSON.
+            method: the HTTP method.
+            setting: the setting that the server needs for this path, for the error message.
 
         Returns:
             The body of the reply.
@@ -292,7 +292,7 @@ class HttpClient(Client):
         try:
             self.request("v1/load_lora_adapter", timeout, {}, setting=_RUNTIME_LORA)
         except EngineError as error:
-            # Where it has the call, it refuses a body without names.
+            # A server with this call refuses a body without names.
             if not isinstance(cause := error.__cause__, urllib.error.HTTPError) or (
                 cause.code not in (400, 422)
             ):
@@ -301,7 +301,7 @@ class HttpClient(Client):
 
     def served_adapters(self, name: str, timeout: float) -> list[str]:
         models = self.get("v1/models", timeout)["data"]
-        # A user's own adapter of such a name lies in another directory.
+        # A user's own adapter with such a name is in another directory.
         ours = re.compile(rf"(?:.*/)?({re.escape(name)}-v[0-9]+)-[0-9a-f]{{8}}/?")
         found = {model["id"]: ours.fullmatch(model.get("root") or "") for model in models}
         return [each for each, match in found.items() if match and match[1] == each]
@@ -324,7 +324,7 @@ class HttpClient(Client):
 
 
 def _proxy_for(url: str) -> str:
-    """Return a clause about the proxy by which a URL is reached; empty where there is none."""
+    """Return a clause about the proxy for a URL; empty if there is none."""
     parts = urllib.parse.urlsplit(url)
     host = parts.hostname or ""
     with suppress(ValueError):
@@ -340,12 +340,12 @@ def _proxy_for(url: str) -> str:
 
 
 def adapters_in_progress(text: str) -> set[str]:
-    r"""The adapters of requests in progress, by the metrics of a server.
+    r"""Return the adapters of requests in progress, from a server's metrics.
 
-    Each sample of the gauge names adapters in its labels, and its value is a time.
+    Each sample of the gauge has the adapters' names in its labels and a time as its value.
 
     Args:
-        text: what ``/metrics`` returns.
+        text: the reply of ``/metrics``.
 
     Example:
         >>> gauge = 'vllm:lora_requests_info{running_lora_adapters="%s",waiting_lora_adapters=""}'
@@ -363,10 +363,10 @@ def adapters_in_progress(text: str) -> set[str]:
 
 
 def hides_adapters(text: str) -> bool:
-    r"""Return whether requests may use adapters that the metrics of a server do not name.
+    r"""Return whether requests may use adapters that are missing in a server's metrics.
 
-    Metrics have the adapter of a request from its first token on; and of a server with data
-    parallelism, those of one of its engines.
+    Metrics show the adapter of a request only after its first token, and only for one engine of a
+    server with data parallelism.
 
     Example:
         >>> hides_adapters('vllm:num_requests_waiting{engine="0"} 0.0')
@@ -388,19 +388,19 @@ def _add_adapter(llm: Any, name: str, lora_id: int, directory: str) -> None:
 
 
 class _Requests:
-    """The ``add_request`` of an ``LLMEngine``, which refuses adapters that were unloaded.
+    """Wraps ``LLMEngine.add_request`` to refuse requests for unloaded adapters.
 
-    vLLM looks for the files of an adapter when its ranks are about to compute. If they are gone,
-    that ends the engine.
+    vLLM looks for an adapter's files just before its ranks compute. If the files are gone, the
+    engine dies.
 
     Args:
-        add_request: that of the engine.
+        add_request: the engine's own method.
     """
 
     def __init__(self, add_request: Callable[..., Any]) -> None:
         self._add_request = add_request
         self._signature = inspect.signature(add_request)
-        #: By the name of an adapter: its newest version, and the older ones that are loaded.
+        #: By adapter name: its newest version, and the older versions that are still loaded.
         self.loaded: dict[str, tuple[str, frozenset[str]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -418,7 +418,7 @@ class _Requests:
 
 
 def _version_of(adapter: str) -> tuple[str, int]:
-    """Return the name of an adapter without its version, and that; none for a user's own."""
+    """Split an adapter's name into name and version; for a user's own adapter, there is none."""
     name, _, number = adapter.rpartition("-v")
     return (name, int(number)) if number.isdecimal() else ("", 0)
 
@@ -441,7 +441,7 @@ def _reset_encoder_cache(llm: Any) -> None:
 
 
 def client_for(engine: Any) -> Client:
-    """The client for an engine: a URL, a Ray actor, or an object with the methods of ``LLM``."""
+    """Return the client for a URL, a Ray actor, or an object with the methods of ``LLM``."""
     if isinstance(engine, Client):
         return engine
     if isinstance(engine, str):

@@ -1,7 +1,7 @@
-"""Brings versions of a sender into one engine, in its own thread.
+"""Load versions of a sender into one engine, on a thread for each engine.
 
 `VllmTarget` has a `Driver` for each engine: a `sync_plugin_vllm.whole_update.WholeDriver` or a
-`sync_plugin_vllm.adapter_update.AdapterDriver`, which know the steps.
+`sync_plugin_vllm.adapter_update.AdapterDriver`, which implement the steps.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from sync_plugin_vllm.votes import AsleepError, NotLoadedError, Step, Votes
 
 State: TypeAlias = Literal["unconnected", "current", "behind", "bad", "lost"]
 
-#: What ends a send, such as resuming an engine, may take, also after the deadline, in seconds;
-#: estimate. An engine with whole weights must not stay paused.
+#: The time for the last step of a send, such as resuming an engine, even after the deadline, in
+#: seconds; estimate. An engine with whole weights must not stay paused.
 CONCLUDING = 5.0
 
-# How long the answer of a rank may take after its call has ended without one, in seconds; estimate.
+# How long to wait for a rank's answer after its call has returned, in seconds; estimate.
 _ANSWERING = 1.0
 
-#: The names of adapters, which are parts of names in vLLM and of paths.
+#: Valid names of adapters, which become parts of names in vLLM and of paths.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """An engine as the trainer knows it.
+    """The state of an engine, as known to the trainer.
 
     Args:
-        name: its URL, or the kind of object that it is.
-        worker_ids: its ranks, by their ids in the sender.
-        state: ``"unconnected"``, no rank is connected to the sender; ``"current"``, all ranks have
-            the newest version; ``"behind"``, all keep an older one, or none was sent yet;
-            ``"bad"``, a rank may hold parts of a version, or ranks hold different ones;
-            ``"lost"``, a rank has lost its weights by ``sleep(level=2)``, or its sender by dying.
-        version: the version that it generates with; 0 for the weights that it had when it was
-            connected, None while it is bad or lost.
-        pause_seconds: how long it was paused for the last update; 0 where it was not, and for
-            adapters.
+        name: its URL or its type.
+        worker_ids: the sender's worker ids of its ranks.
+        state: ``"unconnected"``: no rank is connected to the sender. ``"current"``: all ranks have
+            the newest version. ``"behind"``: all ranks have an older version, or nothing was sent
+            yet. ``"bad"``: a rank may have parts of a version, or ranks have different versions.
+            ``"lost"``: a rank has died, or has lost its weights by ``sleep(level=2)``.
+        version: the version that it generates with; 0 for the weights it was started with, None
+            while it is bad or lost.
+        pause_seconds: how long it was paused for the last update; 0 for adapters and if it was not
+            paused.
         error: why the last update failed, or None.
-        adapter: the name of the adapter that requests shall use, such as ``"policy-v7"``; None
-            before the first, and without ``adapter``.
+        adapter: the name of the adapter for new requests, such as ``"policy-v7"``; None before the
+            first one and without ``adapter``.
     """
 
     name: str
@@ -63,7 +63,7 @@ class EngineStatus:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `VllmTarget` by which versions are loaded."""
+    """The options of `VllmTarget` for loading versions."""
 
     pause: Pause = "keep"
     verify: bool = False
@@ -91,34 +91,35 @@ class Options:
 
 
 class OthersFailedError(SyncError):
-    """Another engine has failed, and none loads the version."""
+    """Another engine has failed, so no engine loads the version."""
 
 
 class Driver(ABC):
-    """One engine, and the thread of its last call.
+    """Drives one engine, with a thread for each call.
 
     Args:
-        client: the engine.
-        worker_ids: its ranks, by their ids in the sender.
-        options: how versions are loaded.
+        client: the client of the engine.
+        worker_ids: the sender's worker ids of its ranks.
+        options: the options for loading versions.
     """
 
     def __init__(self, client: Client, worker_ids: tuple[int, ...], options: Options) -> None:
         self.status = EngineStatus(client.name, worker_ids)
-        #: Why the last call failed; None if it did not.
+        #: The error of the last call; None if it succeeded.
         self.failure: Exception | None = None
-        #: Whether its ranks were asked to load a version, and have not all answered that they did.
+        #: Whether a load was started that not all ranks have confirmed.
         self.torn = False
         self.thread: threading.Thread | None = None
         self._client = client
         self._options = options
-        # Whether the status is that of the last call; changed with the status, under the lock.
+        # Whether the status includes the last call; changed together with the status, under the
+        # lock.
         self._concluded = True
         self._lock = threading.Lock()
 
     @classmethod
     def describe(cls, model: Any, *, verify: bool) -> dict[str, Any]:
-        """Return what ranks must know of the sender's model: fields of ``SyncCoreInitInfo``."""
+        """Describe the sender's model for the ranks, as fields of ``SyncCoreInitInfo``."""
         del model, verify
         return {}
 
@@ -136,10 +137,10 @@ class Driver(ABC):
         votes: Votes,
         deadline: float,
     ) -> None:
-        """Bring a version into the engine; all ranks have answered when it returns."""
+        """Load a version into the engine; return once all ranks have answered."""
 
     def _refuse(self, reason: Exception) -> None:
-        """Have the ranks refuse what they have staged, where that has to be asked for."""
+        """Make the ranks refuse the staged version, if they do not do so on their own."""
         del reason
 
     @abstractmethod
@@ -148,22 +149,22 @@ class Driver(ABC):
 
         Args:
             version: the version.
-            failure: why not all ranks have it; None if they do.
+            failure: why a rank does not have it; None if all have it.
         """
 
     @property
     def key(self) -> str:
-        """The name of the target in a vote; engines in one process share theirs."""
+        """The name of the target in a vote; engines of the same process have the same."""
         return f"{self.status.name} (workers {', '.join(map(str, self.status.worker_ids))})"
 
     def set(self, **changes: Any) -> None:
-        """Change the status, which is that of the last call from now on."""
+        """Change the status, which then includes the last call."""
         with self._lock:
             self.status = replace(self.status, **changes)
             self._concluded = True
 
     def is_free(self) -> bool:
-        """Return whether the call before has ended; else that is its failure."""
+        """Return whether the last call has ended; if not, record that as the failure."""
         if self.thread is not None and self.thread.is_alive():
             self.failure = SyncError("the call before has not returned")
             return False
@@ -171,7 +172,7 @@ class Driver(ABC):
         return True
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Start a call in a thread."""
+        """Start a call on a thread."""
 
         def run() -> None:
             try:
@@ -183,9 +184,9 @@ class Driver(ABC):
         self.thread.start()
 
     def join(self, deadline: float) -> None:
-        """Wait for the call, and note what is known of the engine if it is late, or has not begun.
+        """Wait for the call, and update the status if the call is late or was never begun.
 
-        An interrupt may come before it begins.
+        An interrupt may come before a call begins.
         """
         if self.thread is not None and self.thread.ident is not None:
             self.thread.join(max(0.0, deadline - time.monotonic()))
@@ -212,14 +213,14 @@ class Driver(ABC):
     def update(
         self, pending: PendingSend, votes: Votes, described: dict[str, Any], deadline: float
     ) -> None:
-        """Bring one version into the engine; what ranks have answered decides whether it has it."""
+        """Load one version into the engine; the ranks' answers decide whether that succeeded."""
         ids = self.status.worker_ids
         deliveries = [pending.deliveries[i] for i in ids if i in pending.deliveries]
         torn, failure = self.torn, None
         try:
             if len(deliveries) < len(ids):
                 raise SyncError("the sender has dropped some of its ranks; type target.remove(…)")
-            # Such as ranks that have died, or were connected to another sender.
+            # For example, a rank has died or was connected to another sender.
             _raise_refusal(deliveries, WorkerError)
             self._bring(deliveries, described, votes, deadline)
         except OthersFailedError as others:
@@ -242,7 +243,7 @@ class Driver(ABC):
         self._conclude(pending.version, failure)
 
     def fail(self, pending: PendingSend, reason: object) -> None:
-        """End the deliveries to an engine that will not answer."""
+        """Fail the deliveries to an engine that will not answer."""
         for worker_id in self.status.worker_ids:
             if worker_id in pending.deliveries and not pending.deliveries[worker_id].ended:
                 error = WorkerError(worker_id, f"{self.status.name}: {reason}")
@@ -252,7 +253,7 @@ class Driver(ABC):
         """Take a step together with the other engines.
 
         Raises:
-            OthersFailedError: one of them could not.
+            OthersFailedError: another engine has failed.
         """
         if not votes.pass_on(step, self.key):
             raise OthersFailedError(votes.reason)
@@ -260,9 +261,9 @@ class Driver(ABC):
     def _load(
         self, call: Callable[[], object], deliveries: Sequence[Delivery], deadline: float
     ) -> None:
-        """Make the call in which ranks load a version, and wait for their answers to the sender.
+        """Call the engine to load a version, and wait for the ranks' answers to the sender.
 
-        These count where the answer to the call itself is lost.
+        The answers decide, even if the reply to the call itself is lost.
         """
         try:
             call()
@@ -275,7 +276,7 @@ class Driver(ABC):
             delivery.wait(left(deadline))
 
     def _check_staged(self, deliveries: Sequence[Delivery], deadline: float) -> None:
-        """Raise if a rank has refused a version, or with ``all_or_none`` has not staged it."""
+        """Raise if a rank has refused the version or, with ``all_or_none``, has not staged it."""
         _raise_refusal(deliveries, WorkerError)
         if not self._options.all_or_none:
             return
@@ -289,17 +290,17 @@ class Driver(ABC):
 
 
 def _raise_refusal(deliveries: Sequence[Delivery], kind: type[Exception]) -> None:
-    """Raise the error of a delivery that has failed already, if it is of a kind."""
+    """Raise the error of a failed delivery, if any has an error of this kind."""
     for delivery in deliveries:
         if delivery.ended and isinstance(delivery.error, kind):
             raise SyncError(str(delivery.error)) from delivery.error
 
 
 def left(deadline: float) -> float:
-    """Seconds until a deadline.
+    """Return the seconds until a deadline.
 
     Raises:
-        TimeoutError: it is over.
+        TimeoutError: the deadline has passed.
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:

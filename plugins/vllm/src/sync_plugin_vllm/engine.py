@@ -1,22 +1,22 @@
 """The weight transfer engine ``"sync_core"``: the receiver in each rank of a vLLM engine.
 
-A version takes these calls, all made by `sync_plugin_vllm.VllmTarget` through vLLM:
+To load a version, `sync_plugin_vllm.VllmTarget` makes these calls through vLLM:
 
-- ``init_transfer_engine``, once: each rank makes a `sync_core.Receiver` from its address;
-- ``start_weight_update``: each rank stages the version, and the model is not touched;
-- ``update_weights``: each rank loads what it staged, if every rank has staged the same version;
-- ``finish_weight_update``: each rank drops what it may still have staged.
+- ``init_transfer_engine``, once: each rank makes a `sync_core.Receiver` from its address.
+- ``start_weight_update``: each rank stages the version without touching the model.
+- ``update_weights``: each rank loads the staged version, if all ranks have staged the same one.
+- ``finish_weight_update``: each rank drops a version that is still staged.
 
-The ranks compare their results (`sync_plugin_vllm.ranks`), so that they load one version, or none.
-What goes wrong with a version is reported to the sender, rank by rank, and not raised: a rank that
-raises leaves vLLM's other ranks in a weight update that cannot be finished.
+The ranks compare their results (`sync_plugin_vllm.ranks`), so that all load the same version or
+none. Errors with a version are not raised but reported to the sender by each rank: if one rank
+raised, vLLM's other ranks could not finish the weight update.
 
-vLLM has no call for what else is asked of an engine, and ends the update of a rank that raises in
-one. So each `sync_plugin_vllm.staging.EngineStep` is an ``init_weight_transfer_engine``. An adapter
-takes these alone, as ``finish_weight_update`` of vLLM drops all adapters.
+vLLM has no call for other steps, and aborts the update of a rank that raises in its calls. So each
+`sync_plugin_vllm.staging.EngineStep` is passed to ``init_weight_transfer_engine``. An adapter uses
+only such steps, since vLLM's ``finish_weight_update`` drops all adapters.
 
-A rank whose weights were discarded (``sleep(level=2)``) joins its sender again, as a worker that
-has no version. While its weights are asleep it refuses versions; see `sync_plugin_vllm.sleep`.
+A rank whose weights were discarded (``sleep(level=2)``) rejoins its sender as a worker without a
+version. While its weights are asleep it refuses versions; see `sync_plugin_vllm.sleep`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class SyncCoreInitInfo(WeightTransferInitInfo):
     """The argument of ``init_weight_transfer_engine``.
 
     Args:
-        addresses: one for each rank of the engine, each as `sync_core.Address.to_json` wrote it.
-        verify: whether each version is proved after it was loaded; see `sync_plugin_vllm.proof`.
-        adapter: of a sender of an adapter, the fields of its `AdapterDescription`.
-        base: with ``verify``, of a sender of an adapter, what `base_samples` has of its base model.
-        step: the fields of an `EngineStep`, for an engine that is connected; nothing else then.
+        addresses: one address per rank of the engine, written by `sync_core.Address.to_json`.
+        verify: whether to prove each version after loading it; see `sync_plugin_vllm.proof`.
+        adapter: the fields of the `AdapterDescription`, if the sender sends an adapter.
+        base: the `base_samples` of the adapter's base model, with ``verify``.
+        step: the fields of an `EngineStep` for a connected engine; the other fields are empty then.
     """
 
     addresses: list[str] = field(default_factory=list)
@@ -80,7 +80,7 @@ class SyncCoreUpdateInfo(WeightTransferUpdateInfo):
 
 
 class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdateInfo]):
-    """Loads what a `sync_core.Sender` sends, by the model's own ``load_weights``."""
+    """Loads the versions of a `sync_core.Sender` with the model's own ``load_weights``."""
 
     init_info_cls = SyncCoreInitInfo
     update_info_cls = SyncCoreUpdateInfo
@@ -90,7 +90,7 @@ class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdate
     _address: Address | None = None
     _verify = False
     _adapter = False
-    #: Whether vLLM counts a weight update as begun.
+    #: Whether vLLM is in a weight update.
     _updating = False
     _advice = ""
     _loads = 0
@@ -102,12 +102,12 @@ class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdate
         self._lora = LoraWorker(model, vllm_config.lora_config, self._ranks, self._memory)
 
     def init_transfer_engine(self, init_info: SyncCoreInitInfo) -> None:
-        """Connect to the sender; the one before, if any, loses this engine.
+        """Connect to a sender, and disconnect from the previous one, if any.
 
         Raises:
-            SyncError: the addresses are not the JSON of one address for each rank; the sender is
-                gone, or does not know the token of an address; or the weights have other names
-                than the model takes. Nothing was connected.
+            SyncError: the addresses are not the JSON of one address per rank, the sender is gone or
+                does not accept the token, or the names of the weights do not fit the model. No rank
+                was connected.
         """
         with self._ranks.raising_once():
             if init_info.step is None:
@@ -145,7 +145,7 @@ class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdate
         self._advice = _advice(self._address)
 
     def _check(self, address: Address, init_info: SyncCoreInitInfo) -> None:
-        """Raise unless the engine can take what a sender sends."""
+        """Raise unless the engine can load the weights of a sender."""
         if self.parallel_config.pipeline_parallel_size > 1:
             raise OptionError(
                 "sync-plugin-vllm does not account for the names of a model in several pipeline "
@@ -169,13 +169,13 @@ class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdate
             self._memory.discarded = False
 
     def start_weight_update(self) -> None:
-        """Stage the newest version; the model keeps the one that it has."""
+        """Stage the newest version, without changing the model."""
         self._updating = True
         if self._staging is not None:
             self._staging.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the version that is staged, if all ranks have staged it."""
+        """Load the staged version, if all ranks have staged it."""
         with self._ranks.raising_once():
             self.receive_weights(self.parse_update_info(update_info))
 
@@ -206,19 +206,19 @@ class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdate
         receiver.confirm()
 
     def finish_weight_update(self) -> None:
-        """Drop what was staged and not loaded."""
+        """Drop a staged version that was not loaded."""
         self._updating = False
         if self._staging is not None:
             self._staging.drop()
 
     def shutdown(self) -> None:
-        """Leave the sender."""
+        """Disconnect from the sender."""
         if self._staging is not None:
             self._staging.receiver.close()
             self._staging = None
 
     def _connected(self, *, adapter: bool | None = None) -> Staging:
-        """Return what stages versions, of one kind if that is given."""
+        """Return the staging of this rank; raise if it is of the wrong kind."""
         if self._staging is None:
             raise SyncError("this engine has no sender yet; type target.connect(sender)")
         if adapter not in (None, self._adapter):
@@ -234,25 +234,25 @@ class SyncCoreWeightEngine(WeightTransferEngine[SyncCoreInitInfo, SyncCoreUpdate
         return Receiver(address, load=load, background=True)
 
     def _lost_weights(self) -> None:
-        """Join the sender again, which then knows that this rank has no version."""
+        """Rejoin the sender, which then knows that this rank has no version."""
         if self._staging is None or self._address is None:
             return
         self.shutdown()
         try:
             receiver = self._join(self._address, adapter=self._adapter)
         except SyncError:
-            # The sender counts this rank as lost; the engine may sleep all the same.
+            # Only log: the sender counts this rank as lost, and the engine can still sleep.
             _logger.exception("this rank could not join its sender again")
         else:
             self._staging = Staging(receiver, self._memory, self._ranks)
 
     def _load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a whole version, account for every name, and prove it on request.
+        """Load a whole version, check that no name was left out, and prove it on request.
 
         Raises:
-            LayoutMismatchError: a name was sent that vLLM did not load, or a parameter of vLLM's
-                model was not sent.
-            SyncError: the layers compute with something else.
+            LayoutMismatchError: vLLM did not load a name that was sent, or a parameter of its model
+                was not sent.
+            SyncError: the layers do not compute with the version's weights.
         """
         sent: list[str] = []
         tied, kept = tied_names(self.model), dict[str, Tensor]()
@@ -301,7 +301,7 @@ def _read(texts: Any, world_size: int, *, partial: bool) -> list[Address]:
 
 
 def _advice(address: Address) -> str:
-    """Return the hint for names that do not fit, from the options of the address."""
+    """Return the hint for mismatched names, from the options of the address."""
     if address.strategy != "checkpoint":
         return (
             f"These are names of strategy={address.strategy!r}; type "
@@ -314,7 +314,7 @@ def _advice(address: Address) -> str:
 
 
 def _kinds(layout: Layout, model: Any) -> list[Kind]:
-    """The tensors that are loaded."""
+    """Return the kinds of the tensors to load."""
     specs = {name: layout.specs[layout.index[name]] for name in layout.names}
     return [
         (name, spec.dtype, spec.shape) for name, spec in specs.items() if not is_tied(name, model)

@@ -1,14 +1,14 @@
-"""The adapter of one rank of a vLLM engine: its versions, and whether the engine has loaded them.
+"""Load versions of an adapter in one rank of a vLLM engine.
 
-A version takes these steps. vLLM has no call for them: those for weights end by dropping all
-adapters. So each is an ``init_weight_transfer_engine`` with an `EngineStep`:
+Each step is an ``init_weight_transfer_engine`` with an `EngineStep`, since vLLM's calls for weights
+drop all adapters at their end:
 
-- ``stage``: each rank stages the version;
-- ``check``, for ``all_or_none``: the engine answers whether all have staged it;
-- ``write``: one rank of each machine writes the files; then the trainer calls vLLM's ``add_lora``;
-- ``confirm``: each rank confirms the version if its LoRA manager has a new adapter;
-- ``drop``: each rank refuses the version, and its files are removed;
-- ``keep``: the other versions are unloaded, and their files removed.
+- ``stage``: each rank stages the version.
+- ``check``, for ``all_or_none``: the engine answers whether all ranks have staged it.
+- ``write``: one rank of each machine writes the files. Then the trainer calls ``add_lora``.
+- ``confirm``: each rank confirms the version if its LoRA manager has a new adapter.
+- ``drop``: each rank refuses the version, and its files are removed.
+- ``keep``: all other versions are unloaded, and their files are removed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from sync_plugin_vllm.votes import AdapterError
 
 
 class LoraWorker:
-    """Takes the steps of versions of an adapter, and knows which of them the engine has.
+    """Takes the steps of an adapter's versions, and tracks which versions are loaded.
 
     Args:
         model: vLLM's model.
-        lora_config: vLLM's configuration of LoRA; None for an engine without.
+        lora_config: vLLM's LoRA configuration; None if the engine has no LoRA.
         ranks: the ranks of the engine.
-        memory: the state of the weights of the base model.
+        memory: the memory state of the base model's weights.
     """
 
     def __init__(self, model: Any, lora_config: Any, ranks: Ranks, memory: WeightMemory) -> None:
@@ -47,32 +47,32 @@ class LoraWorker:
         self._ranks = ranks
         self._memory = memory
         self._files = AdapterFiles()
-        #: By name, the number and the directory of each version that was loaded.
+        #: By name: the number and the directory of each loaded version.
         self._loaded: dict[str, tuple[int, Path]] = {}
-        #: All names so far: vLLM keeps cached prompts by the name of their adapter.
+        #: All names so far, since vLLM's prompt cache is keyed by the adapter's name.
         self._names: set[str] = set()
         self._before: set[int] = set()
-        #: The version whose files are being written, or are there, and not loaded for all we know.
+        #: The step of a version whose files were begun, and which is not known to be loaded.
         self._step: EngineStep | None = None
         self._is_written = False
-        #: The number of the version in vLLM; 0 where it was not found there.
+        #: The number of the version in vLLM; 0 if it was not found.
         self._found = 0
 
     def check(
         self, layout: Layout, description: AdapterDescription, advice: str, *, quantized: bool
     ) -> None:
-        """Raise unless the engine can take an adapter, and has the shapes of its base model.
+        """Raise unless the engine supports an adapter and has the shapes of its base model.
 
         Args:
-            layout: of the trainer's PEFT model.
-            description: of its adapter.
-            advice: the sentence that ends a message about names.
+            layout: the layout of the trainer's PEFT model.
+            description: the description of its adapter.
+            advice: the last sentence of an error about names.
             quantized: whether the engine's base model is quantized, so that shapes differ.
 
         Raises:
-            OptionError: the engine takes no adapters, or none of this rank.
-            LayoutMismatchError: modules of the adapter, or weights of the base model, have no
-                counterpart in the engine, or one of another shape.
+            OptionError: the engine takes no adapters, or only of a lower LoRA rank.
+            LayoutMismatchError: modules of the adapter or weights of the base model are missing in
+                the engine or have another shape there.
         """
         manager = self._manager()
         specs = {name: layout.specs[layout.index[name]] for name in layout.names}
@@ -113,7 +113,7 @@ class LoraWorker:
         """Take a step.
 
         Raises:
-            SyncError: a rank could not take it; all have refused the version.
+            SyncError: a rank has failed, and all ranks have refused the version.
         """
         receiver = staging.receiver
         if step.step == "stage":
@@ -134,12 +134,12 @@ class LoraWorker:
             self._keep(step.name, step.names)
 
     def load(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the files of a version, and raise, as vLLM has yet to load them.
+        """Write the files of a version and raise, since vLLM has not loaded them yet.
 
-        Once the version was found in vLLM's manager, it returns: the engine has the version.
+        Once the version was found in vLLM's manager, return: the engine has the version.
 
         Raises:
-            AdapterError: vLLM has not loaded the version, or the files cannot be written.
+            AdapterError: vLLM has not loaded the version yet, or the files cannot be written.
         """
         if self._found:
             return
@@ -204,24 +204,24 @@ class LoraWorker:
         if step is None or not new:
             name = "adapter" if step is None else repr(step.name)
             raise AdapterError(0, f"vLLM's LoRA manager has {sorted(found)}, and no {name}")
-        # A server counts, so that an adapter which it has loaded again has a smaller number.
+        # The newest number: a server counts up, and a reloaded adapter keeps a smaller one.
         self._found = max(new)
         receiver.load()
 
     def _commit(self) -> None:
-        """Note that requests may use the version that was found."""
+        """Add the found version to the versions that requests may use."""
         assert self._step is not None
         self._loaded[self._step.name] = self._found, Path(self._step.directory)
         self._step, self._found, self._is_written = None, 0, False
 
     def _drop(self) -> None:
-        """Unload a version that was not confirmed, and remove its files."""
+        """Unload an unconfirmed version, and remove its files."""
         if self._step is not None:
             self._unload(self._step.lora_id, Path(self._step.directory))
         self._step, self._found, self._is_written = None, 0, False
 
     def _keep(self, prefix: str, names: Iterable[str]) -> None:
-        """Unload the versions whose names begin so, but for some."""
+        """Unload the versions whose names have the prefix, except those in ``names``."""
         versions = {n for n in self._loaded if n.rpartition("-v")[0] + "-v" == prefix}
         for name in versions - set(names):
             self._unload(*self._loaded.pop(name))
@@ -247,10 +247,10 @@ def _is_of(name: str, adapter: str) -> bool:
 
 
 def _lora_ranks(tensors: Mapping[str, Tensor], description: AdapterDescription) -> dict[str, int]:
-    """Return the rank of each module's part.
+    """Return the LoRA rank of each module.
 
     Raises:
-        SyncError: modules were described and not sent, or the other way round.
+        SyncError: the described modules are not the modules that were sent.
     """
     ranks: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Accounts for the names of weights: loaded, fused, dropped on purpose, or an error."""
+"""Check the names of weights: each must be loaded, fused or dropped on purpose."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from sync_core.errors import LayoutMismatchError
 
 _SHOWN = 8
-#: Buffers that old checkpoints have, and that every model of vLLM computes itself.
+#: Buffers in old checkpoints that all vLLM models compute themselves.
 _COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 
 
 def is_tied(name: str, model: Any) -> bool:
-    """Return whether a model has a weight under another name, so that it must not be loaded twice.
+    """Return whether a model has a weight under another name, so it must not be loaded twice.
 
     Args:
-        name: of a weight that was sent.
+        name: the name of a weight that was sent.
         model: vLLM's model.
     """
     config = getattr(model, "config", None)
@@ -28,18 +28,18 @@ def is_tied(name: str, model: Any) -> bool:
 
 
 def without_lora(name: str) -> str:
-    """The name of a tensor of vLLM as it is in an engine that takes no LoRA adapters."""
+    """Return the name that a vLLM tensor has in an engine without LoRA."""
     return name.replace(".base_layer.", ".")
 
 
 def names_of(model: Any) -> frozenset[str]:
-    """The names of all tensors of a model."""
+    """Return the names of all tensors of a model."""
     named = (model.named_parameters, model.named_buffers)
     return frozenset(name for each in named for name, _ in each(remove_duplicate=False))
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """The names of tensors that a model has under several names, each with the first of these."""
+    """Map the names of a model's shared tensors to the first name of each."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -50,15 +50,15 @@ def tied_names(model: Any) -> dict[str, str]:
 
 
 def check_tied(sent: Mapping[str, Tensor], tied: Mapping[str, str], model: Any) -> None:
-    """Raise where a model uses one tensor for two names that were sent with different values.
+    """Raise if two names were sent with different values, and the model has one tensor for both.
 
     Args:
-        sent: what was sent under the names of ``tied``.
+        sent: the tensors that were sent under the names in ``tied``.
         tied: see `tied_names`.
         model: vLLM's model.
 
     Raises:
-        LayoutMismatchError: the names are in the message.
+        LayoutMismatchError: the check failed; the message has the names.
     """
     for name, tensor in sent.items():
         other = sent.get(tied[name], tensor)
@@ -73,18 +73,18 @@ def check_tied(sent: Mapping[str, Tensor], tied: Mapping[str, str], model: Any) 
 def check_names(
     sent: Collection[str], taken: Collection[str], model: Any, *, quantized: bool, advice: str
 ) -> None:
-    """Raise unless the model takes every name that is sent, and every parameter is sent.
+    """Raise unless the model has every sent name, and every parameter is sent.
 
     Args:
-        sent: the names that are sent, as in a checkpoint.
-        taken: names of the model, such as ``model.layers.0.self_attn.qkv_proj.weight``: all that
-            it has, before loading; those that its ``load_weights`` returned, afterwards.
+        sent: the sent names, as in a checkpoint.
+        taken: names of the model, such as ``model.layers.0.self_attn.qkv_proj.weight``: before
+            loading, all names; afterwards, the result of ``load_weights``.
         model: vLLM's model.
-        quantized: whether the model has parameters, such as scales, that no checkpoint need have.
-        advice: the sentence that ends the message.
+        quantized: whether the model may have parameters, such as scales, that checkpoints lack.
+        advice: the last sentence of the message.
 
     Raises:
-        LayoutMismatchError: the names are in the message.
+        LayoutMismatchError: the check failed; the message has the names.
     """
     fused = FusedNames(model)
     taken = {without_lora(name) for name in taken}
@@ -117,7 +117,7 @@ def check_names(
 
 
 class FusedNames:
-    """Maps each fused tensor of vLLM to the tensors of the checkpoint.
+    """Maps each fused tensor of vLLM to its tensors in the checkpoint.
 
     Args:
         model: vLLM's model.
@@ -126,10 +126,10 @@ class FusedNames:
     def __init__(self, model: Any) -> None:
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         self._packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        #: By the first two words, such as ``experts.3``: a fused name, and the part of a
+        #: By the first two words, such as ``experts.3``: fused names, each with the part of the
         #: checkpoint's name that it replaces.
         self._experts: dict[str, set[tuple[str, str]]] = {}
-        #: By fused name, for each expert and shard: the parts that hold it, each alone.
+        #: By fused name and then by expert and shard: alternative names of the part.
         self._shards: dict[str, dict[tuple[int, str], list[str]]] = {}
         for fused, part, expert, shard in _expert_mapping(model):
             head = ".".join(part.split(".")[:2])
@@ -139,7 +139,7 @@ class FusedNames:
                 shards.setdefault((expert, shard), []).append(part)
 
     def owners(self, name: str) -> Iterator[str]:
-        """The names under which vLLM may hold a tensor of a checkpoint."""
+        """Iterate over the names that vLLM may use for a tensor of a checkpoint."""
         mapped = None if self._mapper is None else self._mapper.map_name(name)
         for known in (name, *([mapped] if mapped else [])):
             yield known
@@ -153,7 +153,7 @@ class FusedNames:
                     yield known.replace(part, _routed(fused))
 
     def parts(self, fused: str) -> list[str]:
-        """The tensors of a checkpoint that a fused one consists of, in order; none for others."""
+        """Return a fused tensor's tensors in the checkpoint, in order; empty if it is not fused."""
         for owner, parts in self._packed.items():
             head, found, tail = fused.rpartition(f".{owner}.")
             if found and len(parts) > 1:
@@ -161,7 +161,7 @@ class FusedNames:
         return []
 
     def missing(self, fused: str, sent: Collection[str]) -> list[str]:
-        """The tensors that a fused one lacks, given those that were sent for it."""
+        """Return the checkpoint tensors of a fused tensor that were not sent."""
         if parts := self.parts(fused):
             return sorted({*parts}.difference(sent))
         one = next(iter(sent))
@@ -180,7 +180,7 @@ class FusedNames:
 
 
 def _expert_mapping(model: Any) -> list[tuple[str, str, int, str]]:
-    """A fused tensor, a part of the checkpoint's name, the expert, and the shard, for each part."""
+    """Return for each part: fused name, part of the checkpoint's name, expert and shard."""
     for layer in model.modules():
         mapping = getattr(layer, "get_expert_mapping", None)
         if mapping is not None:
@@ -188,23 +188,23 @@ def _expert_mapping(model: Any) -> list[tuple[str, str, int, str]]:
             found: list[tuple[str, str, int, str]] = (
                 mapping(include_fused=True) if takes_fused else mapping()
             )
-            return found  # all layers with experts have the same
+            return found  # the same for all layers with experts
     return []
 
 
 def _routed(fused: str) -> str:
-    """Return the name of a fused tensor in models that hold it in a separate module."""
+    """Return the name of a fused tensor in models with a separate module for it."""
     return fused.replace("experts.", "experts.routed_experts.", 1)
 
 
 def _expert_of(name: str) -> str:
-    """The two words of a name that say which expert it is of; empty for no expert."""
+    """Return the two words of a name that identify its expert; empty if there is none."""
     _, found, rest = name.partition("experts.")
     return found + rest.partition(".")[0] if found else ""
 
 
 def _is_dropped(name: str, model: Any) -> bool:
-    """Return whether the model's own mapping says that it has no use for a weight."""
+    """Return whether the model's own name mapping drops a weight."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     return mapper is not None and mapper.map_name(name) is None
 

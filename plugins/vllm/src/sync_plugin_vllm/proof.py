@@ -1,9 +1,9 @@
-"""Proof that the layers of vLLM compute with the weights that were sent.
+"""Prove that vLLM's layers compute with the weights that were sent.
 
-A layer packs its weight for its kernel, so the tensor that a model names need not be the one that
-its output comes from. A layer that is given a vector of zeros and one 1.0 returns a column of the
-weight that its kernel reads, without rounding. `Proof` keeps some columns of what is sent, and
-compares them bit by bit with what the layers return. Other columns are compared for each version.
+A layer packs its weight for its kernel, so the kernel may not read the tensor that the model names.
+For an input of zeros and one 1.0, a layer returns a column of the weight that its kernel reads,
+without rounding. `Proof` keeps some columns of the sent weights, and compares them bit by bit with
+the layers' outputs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from sync_core import Layout, OptionError, SyncError
 from sync_plugin_vllm.adapter_model import base_names, read_sample
 from sync_plugin_vllm.names import FusedNames, without_lora
 
-#: Columns of each weight that are compared; one lies in each sixteenth of a weight, so that each of
-#: up to 16 tensor-parallel ranks has some. One optimiser step changes numbers in every column.
+#: The number of columns compared per weight, one in each sixteenth, so that each of up to 16
+#: tensor-parallel ranks has some. One optimiser step changes numbers in every column.
 _COLUMNS = 16
 _SHOWN = 8
 
@@ -33,7 +33,7 @@ def check_provable(model: Any, quantization: str | None) -> None:
     """Raise unless `Proof` covers every layer of a model.
 
     Raises:
-        OptionError: it does not; the message says why.
+        OptionError: a layer is not covered; the message says why.
     """
     reason = ""
     if quantization is not None:
@@ -48,13 +48,13 @@ def check_provable(model: Any, quantization: str | None) -> None:
 
 
 class Proof:
-    """Columns of the weights of one version, to be compared with the output of layers.
+    """Compares columns of one version's weights with the outputs of layers.
 
     Args:
         model: vLLM's model.
-        rank: of this process among those that share each layer, and how many these are.
-        turn: chooses the columns.
-        columns: how many columns of each weight are compared.
+        rank: this process's rank among those that share each layer, and their number.
+        turn: a number that chooses the columns.
+        columns: the number of columns to compare per weight.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class Proof:
         self._turn = turn
         self._count = columns
         self._fused = FusedNames(model)
-        #: By a name of vLLM's: the samples that it consists of, by the names that were sent.
+        #: By vLLM's name of a tensor: its samples, by the names that were sent.
         self._samples: dict[str, dict[str, Tensor]] = {}
 
     def sample(self, name: str, tensor: Tensor) -> None:
-        """Keep some columns of a weight that is sent, or all of a vector."""
+        """Keep some columns of a sent weight, or a whole vector."""
         if tensor.dim() > 1:
             tensor = tensor[..., self._columns(tensor.shape[-1]).to(tensor.device)]
         self.add(name, tensor.clone())
 
     def add(self, name: str, sample: Tensor) -> None:
-        """Keep a sample that was taken elsewhere."""
+        """Add a sample that was taken elsewhere."""
         owner = next((found for found in self._fused.owners(name) if found in self._names), None)
         if owner is not None:
             self._samples.setdefault(owner, {})[name] = sample
 
     def check(self) -> None:
-        """Compare the samples with what the layers compute.
+        """Compare the samples with the outputs of the layers.
 
         Raises:
-            SyncError: layers compute with something else; the message names them.
+            SyncError: layers compute with other weights; the message names them.
         """
         if wrong := self.differing():
             raise SyncError(
@@ -96,7 +96,7 @@ class Proof:
             )
 
     def differing(self) -> str:
-        """The names of what layers compute with, and differs from the samples; some of many."""
+        """Return the names of tensors that differ from their samples, or some of them if many."""
         wrong = []
         first: dict[int, str] = {}
         for path, layer in self._model.named_modules():
@@ -139,8 +139,8 @@ class Proof:
         if expected.shape[1] != len(columns):
             return False
         if not here.any():
-            # Other ranks hold them all; a kernel may end the process by an input without rows, as
-            # vLLM's for AMX does (SIGFPE).
+            # Other ranks hold all sampled columns. Skip the call, since an empty input crashes some
+            # kernels, such as vLLM's for AMX (SIGFPE).
             return True
         device = self._device
         ones = torch.zeros(int(here.sum()), rank_size, dtype=layer.params_dtype, device=device)
@@ -150,7 +150,7 @@ class Proof:
         return _equal(computed.T[: len(expected)], expected.to(layer.params_dtype))
 
     def _expected(self, layer: Any, sent: Sequence[Tensor], rows: int) -> Tensor:
-        """The rows of what was sent that this rank holds, in the order of vLLM's fused tensor."""
+        """Return this rank's rows of the sent weights, in the order of vLLM's fused tensor."""
         if isinstance(layer, VocabParallelEmbedding):
             first = layer.tp_rank * rows
             return sent[0][first : first + rows]
@@ -162,7 +162,7 @@ class Proof:
             sent = [torch.cat(list(sent))]
         held = []
         for part, size in zip(sent, sizes, strict=True):
-            # Heads of keys and values are held by several ranks, where those are more.
+            # With more ranks than heads of keys and values, several ranks hold the same head.
             copies = max(1, size * ranks // len(part))
             first = rank // copies * size
             held.append(part[first : first + size])
@@ -186,8 +186,8 @@ def check_base(
     Args:
         model: vLLM's model.
         rank: see `Proof`.
-        layout: of the trainer's PEFT model.
-        samples: what `sync_plugin_vllm.adapter_model.base_samples` has of its base model.
+        layout: the layout of the trainer's PEFT model.
+        samples: the `sync_plugin_vllm.adapter_model.base_samples` of its base model.
     """
     proof = Proof(model, rank, turn=0, columns=1)
     dimensions = {
@@ -205,7 +205,7 @@ def check_base(
 
 
 def _equal(computed: Tensor, sent: Tensor) -> bool:
-    """Return whether the numbers are equal, with those sent rounded as the loader does."""
+    """Return whether the numbers are equal after rounding the sent ones as the loader does."""
     if computed.shape != sent.shape:
         return False
     sent = sent.to(computed.device)

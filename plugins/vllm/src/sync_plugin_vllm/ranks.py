@@ -1,4 +1,4 @@
-"""The ranks of one engine, which compare their results so that all act alike."""
+"""Compare results among the ranks of one engine, so that all act alike."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _logger = init_logger(__name__)
 
 
 class Ranks:
-    """The ranks of an engine, as seen by one of them.
+    """Communicates with the other ranks of an engine.
 
     Args:
-        parallel_config: vLLM's configuration of ranks.
+        parallel_config: vLLM's parallel configuration.
     """
 
     def __init__(self, parallel_config: Any) -> None:
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def of_layers(self) -> tuple[int, int]:
-        """The rank among those that share each layer, and how many these are."""
+        """This rank among those that share each layer, and their number."""
         ranks = int(self._config.tensor_parallel_size)
         return int(self._config.rank) % ranks, ranks
 
@@ -54,10 +54,11 @@ class Ranks:
         return values
 
     def attempt(self, take: Callable[[], object]) -> tuple[Exception | None, str]:
-        """Call a function on all ranks.
+        """Call a function on each rank, and share the errors.
 
         Returns:
-            The exception of this rank, or None, and those of all ranks as text; empty for none.
+            This rank's exception, if any, and the exceptions of all ranks as text; empty if none
+            failed.
         """
         error: Exception | None = None
         try:
@@ -69,10 +70,10 @@ class Ranks:
 
     @contextmanager
     def raising_once(self) -> Iterator[None]:
-        """Let what is raised in all ranks leave the last rank alone.
+        """Let an error that all ranks raise leave only the last rank.
 
-        vLLM reads the answers of ranks in their order up to the first error, and takes those that
-        it has not read for answers to the next call.
+        vLLM reads the ranks' answers in order up to the first error. It would take the unread ones
+        for answers to the next call.
         """
         try:
             yield

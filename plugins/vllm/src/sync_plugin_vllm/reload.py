@@ -1,11 +1,11 @@
-"""Loading weights into a model of vLLM: every use of vLLM's private interface is in this file.
+"""Load weights into a vLLM model; only this file uses vLLM's private interface.
 
 vLLM reloads a model layer by layer: each layer gets empty tensors of the checkpoint's shapes, is
-loaded, and is processed as at the start of the engine, which packs weights for its kernels. Two
-kinds of layers are left with what they packed at the start, and are mended here:
+loaded, and packs its weights for its kernels as at the start of the engine. Two kinds of layers
+would keep the weights packed at the start, which this file corrects:
 
-- a layer that shares all its tensors, such as a tied ``lm_head``: nothing is loaded into it;
-- the experts of a mixture on the CPU: vLLM packs them when their kernel is made, and never again.
+- a layer that shares all its tensors, such as a tied ``lm_head``: vLLM loads nothing into it.
+- mixture-of-experts layers on the CPU: vLLM packs them only when it makes their kernel.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ Kind: TypeAlias = tuple[str, torch.dtype, tuple[int, ...]]
 def reload_weights(
     model: Any, named: Iterable[tuple[str, Tensor]], model_config: Any, device: torch.device
 ) -> Collection[str]:
-    """Load weights with the model's own loader, and pack again whatever vLLM packed at the start.
+    """Load weights with the model's own loader, and pack all layers again for their kernels.
 
     Args:
         model: vLLM's model.
         named: the names and tensors of a checkpoint.
         model_config: vLLM's configuration of the model.
-        device: the device that the model computes on.
+        device: the model's device.
 
     Returns:
-        The names that the loader reports: those of the model's tensors that were loaded.
+        The names of the model's tensors that were loaded, as reported by the loader.
     """
     with torch.no_grad(), _new_expert_kernels(model, device):
         initialize_layerwise_reload(model)
         try:
             loaded = model.load_weights(named)
         finally:
-            # Also puts back what vLLM computes with, should loading fail.
+            # Restores the tensors that vLLM computes with even if loading has failed.
             finalize_layerwise_reload(model, model_config)
         for layer in _tied_layers(model):
             layer.quant_method.process_weights_after_loading(layer)
@@ -72,7 +72,7 @@ def reload_weights(
 def _new_expert_kernels(model: Module, device: torch.device) -> Iterator[None]:
     """Let experts on the CPU make a new kernel, which packs their weights.
 
-    Elsewhere vLLM keeps the kernels, as CUDA graphs refer to their memory.
+    On other devices vLLM keeps the kernels, since CUDA graphs refer to their memory.
     """
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
     kernels = {
@@ -91,7 +91,7 @@ def _new_expert_kernels(model: Module, device: torch.device) -> Iterator[None]:
 
 
 def _tied_layers(model: Module) -> Iterator[Any]:
-    """The layers whose tensors were loaded into another layer, in the order of the model."""
+    """Iterate over the layers whose tensors were loaded into another layer, in model order."""
     owners: dict[int, Module] = {}
     tied: dict[Module, None] = {}
     for layer in model.modules():
@@ -104,14 +104,14 @@ def _tied_layers(model: Module) -> Iterator[Any]:
 
 
 def rehearse_loading(model: Any, kinds: Sequence[Kind]) -> None:
-    """Run the model's loader with tensors that have shapes and no memory.
+    """Check shapes: run the model's loader with tensors without memory.
 
     Args:
         model: vLLM's model, which keeps its weights.
-        kinds: name, dtype and shape of each tensor of a checkpoint.
+        kinds: the name, dtype and shape of each tensor of a checkpoint.
 
     Raises:
-        LayoutMismatchError: a tensor has not the shape that the model takes; the message names it.
+        LayoutMismatchError: a tensor's shape does not fit the model; the message names the tensor.
     """
     what = f"vLLM's {type(model).__name__} does not take"
     for name, shape, taken in _too_large(model, kinds):
@@ -128,7 +128,7 @@ def rehearse_loading(model: Any, kinds: Sequence[Kind]) -> None:
         try:
             model.load_weights(empty())
         except NotImplementedError:
-            # A loader that reads values: such tensors are checked while they are loaded.
+            # This loader reads values, so the load itself checks such tensors.
             _logger.debug("the shapes could not be checked from %s on", current, exc_info=True)
         except Exception as error:
             reason = str(error) or type(error).__name__
@@ -136,10 +136,10 @@ def rehearse_loading(model: Any, kinds: Sequence[Kind]) -> None:
 
 
 def _too_large(model: Module, kinds: Sequence[Kind]) -> Iterator[tuple[str, list[int], str]]:
-    """The tensors of which vLLM's loader would take a part and ignore the rest, without an error.
+    """Return tensors that vLLM's loader would silently truncate.
 
     Returns:
-        Name, shape, and what is taken.
+        Name, shape, and the loaded part.
     """
     fused = FusedNames(model)
     layers = {
@@ -170,7 +170,7 @@ def _too_large(model: Module, kinds: Sequence[Kind]) -> Iterator[tuple[str, list
 
 @contextmanager
 def _on_meta(model: Module) -> Iterator[None]:
-    """Give a model tensors without memory, of the shapes that its loader takes."""
+    """Give a model tensors without memory, with the shapes that its loader expects."""
     kept = [
         (layer, dict(layer._parameters), dict(layer._buffers), {*layer._non_persistent_buffers_set})
         for layer in model.modules()
@@ -184,7 +184,7 @@ def _on_meta(model: Module) -> Iterator[None]:
                         continue
                     empty: Any = to_meta_tensor(tensor)
                     if hasattr(tensor, "weight_loader"):
-                        # Not the one of the last reload, which ignores tensors after its end.
+                        # Not the loader of the last reload, which ignores tensors after its end.
                         empty.weight_loader = _get_original_loader(tensor)
                     tensors[name] = empty
         yield

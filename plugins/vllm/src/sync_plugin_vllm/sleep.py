@@ -1,11 +1,11 @@
-"""The weights of one rank while its engine sleeps.
+"""Track whether the weights of a rank are asleep or discarded.
 
-vLLM puts each rank to sleep by a *sleep-mode backend*: ``suspend(1)`` moves the weights to the
-host, and ``suspend(2)`` discards them. Nothing tells a weight transfer engine. So `watch_sleep`
-puts a backend around the one that the engine was configured with, by vLLM's own registry of
-backends, before vLLM makes it at the first sleep.
+vLLM puts each rank to sleep with a *sleep-mode backend*: ``suspend(1)`` moves the weights to the
+host, and ``suspend(2)`` discards them. vLLM does not notify weight transfer engines. So
+`watch_sleep` wraps the configured backend in one that reports sleep. It registers the wrapper in
+vLLM's own registry before vLLM makes the backend at the first sleep.
 
-vLLM for CPUs ignores sleep, keeps the weights, and makes no backend.
+vLLM for CPUs ignores sleep: it keeps the weights and makes no backend.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _numbers = itertools.count(1)
 
 
 class WeightMemory:
-    """The state of the memory of the weights: there or not, and as loaded or not.
+    """The state of a rank's weights: asleep or awake, discarded or not.
 
     Args:
-        on_discard: a method that is called after weights were discarded. Its object, which has the
-            model, is not kept alive: vLLM's registry keeps backends for ever.
+        on_discard: a method to call after weights were discarded. Its object, which has the model,
+            is held weakly, since vLLM's registry never drops backends.
     """
 
     def __init__(self, on_discard: Callable[[], None]) -> None:
         self._on_discard = weakref.WeakMethod(on_discard)
-        #: Whether the weights cannot be read or written now.
+        #: Whether the weights cannot be read or written.
         self.asleep = False
-        #: Whether no weights were loaded since they were discarded.
+        #: Whether the weights were discarded and not loaded since.
         self.discarded = False
 
     def left(self, *, kept: bool) -> None:
-        """Note that the memory was released, and whether its content is kept elsewhere."""
+        """Note that the memory was released, and whether a copy of the weights was kept."""
         self.asleep = True
         if not kept:
             self.discarded = True
@@ -48,7 +48,7 @@ class WeightMemory:
                 on_discard()
 
     def error(self, worker_id: int) -> AsleepError:
-        """The reason why a version is not loaded now."""
+        """Return the error with which a sleeping rank refuses a version."""
         fate = "lost its weights" if self.discarded else "kept its weights"
         return AsleepError(
             worker_id,
@@ -58,7 +58,7 @@ class WeightMemory:
 
 
 class WatchedBackend(SleepModeBackend):
-    """A sleep-mode backend that reports what another does; `watch_sleep` makes its subclasses."""
+    """A sleep-mode backend that wraps and reports on another; `watch_sleep` makes subclasses."""
 
     memory: ClassVar[WeightMemory]
     watched: ClassVar[type[SleepModeBackend]]
@@ -110,20 +110,20 @@ class WatchedBackend(SleepModeBackend):
 
 
 def watch_sleep(model_config: Any, on_discard: Callable[[], None]) -> WeightMemory:
-    """Watch the sleep of the rank in this process.
+    """Track the sleep of this process's rank.
 
     Args:
         model_config: vLLM's configuration of the model; its ``sleep_mode_backend`` is replaced.
-        on_discard: a method that is called after weights were discarded.
+        on_discard: a method to call after weights were discarded.
 
     Returns:
-        The state of the memory of the weights, kept up to date from now on.
+        The state of the weights' memory, which is updated from now on.
     """
     memory = WeightMemory(on_discard)
     watched = SleepModeBackendFactory.get_backend_class(model_config.sleep_mode_backend)
     if issubclass(watched, WatchedBackend):
         watched = watched.watched  # the configuration has served another engine
-    # vLLM makes a backend by a name, a module and a class, so each engine gets these.
+    # Each engine needs its own class, since vLLM makes a backend from names of module and class.
     name = f"Watched{next(_numbers)}"
     attributes = {"memory": memory, "watched": watched, "__module__": __name__}
     setattr(sys.modules[__name__], name, type(name, (WatchedBackend,), attributes))

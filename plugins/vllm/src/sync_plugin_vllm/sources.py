@@ -1,8 +1,8 @@
-"""A trainer's weights as vLLM's ``WeightSource`` has them, in each version of vLLM.
+"""Read a trainer's weights from vLLM's ``WeightSource``, in each vLLM release.
 
-In 0.32 ``metadata()`` is a method, the tensors come from ``iter(source)``, and ``held_names()``
-says which a rank has. In 0.33 ``metadata`` is a property, the tensors come from ``iter_full()``,
-and each entry of the metadata names its ``owners``. All that differs is in this file.
+In 0.32 ``metadata()`` is a method, ``iter(source)`` yields the tensors, and ``held_names()``
+returns the names that a rank has. In 0.33 ``metadata`` is a property, ``iter_full()`` yields the
+tensors, and each metadata entry has its ``owners``. This file hides these differences.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sync_core.models import ComputedWeights, Strategy, TensorStream
 
 
 class SourceWeights(ComputedWeights):
-    """The weights of a ``WeightSource`` of vLLM, one tensor after the other.
+    """Streams the weights of a ``WeightSource`` of vLLM, tensor by tensor.
 
     Args:
         source: the source.
-        rank: of this process in the trainer, which must have the whole of each tensor.
+        rank: this process's rank in the trainer; it must have every tensor whole.
 
     Raises:
         OptionError: another rank has some of the tensors.
@@ -43,13 +43,13 @@ class SourceWeights(ComputedWeights):
         self._layout = Layout.of_kinds(kinds)
 
     def read(self, strategy: Strategy) -> TensorStream:
-        """Return the stream of one version; nothing is gathered yet."""
+        """Return the stream of one version, without gathering any tensor yet."""
         del strategy
         return TensorStream(self._layout, lambda: pairs(self._source))
 
 
 def pairs(source: Any) -> Iterator[tuple[str, Tensor]]:
-    """The names and whole tensors of a source; all ranks of a trainer read them together."""
+    """Iterate over a source's names and whole tensors; all ranks must do so together."""
     found = source.iter_full() if hasattr(source, "iter_full") else source
     return iter(found)
 

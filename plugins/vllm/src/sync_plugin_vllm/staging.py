@@ -1,4 +1,4 @@
-"""The receiver of one rank, the version that it has staged, and the steps that vLLM has not."""
+"""Stage versions in one rank, and describe the steps that vLLM has no calls for."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ StepName: TypeAlias = Literal["check", "updating", "stage", "write", "confirm", 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStep:
-    """A call for which vLLM has no name, made by its ``init_weight_transfer_engine``.
+    """A step that vLLM has no call for, passed to ``init_weight_transfer_engine``.
 
     Args:
         step: ``"check"`` raises unless all ranks have staged the version; ``"updating"`` raises
-            unless a weight update has begun; the others are those of an adapter, see
+            unless a weight update has begun; for the steps of adapters, see
             `sync_plugin_vllm.lora_worker`.
         version: the version.
-        name: the adapter's name in the engine, such as ``"policy-v7"``; (keep) the part that all
-            versions share, such as ``"policy-v"``.
-        directory: (write) where its files are written: a directory that does not exist yet.
+        name: the adapter's name in the engine, such as ``"policy-v7"``; (keep) the common prefix of
+            all versions, such as ``"policy-v"``.
+        directory: (write) the directory for its files, which must not exist yet.
         description: (write) the fields of an `AdapterDescription`.
-        lora_id: (write) its number in vLLM; 0 where vLLM's server chooses it.
-        reason: (drop) why vLLM could not load it; empty where another engine could not.
+        lora_id: (write) its number in vLLM; 0 if the server chooses it.
+        reason: (drop) why vLLM could not load it; empty if another engine failed.
         names: (keep) the adapters that requests may use.
     """
 
@@ -51,11 +51,11 @@ class EngineStep:
 
 
 class Staging:
-    """Stages versions in one rank; all ranks load one, or none does.
+    """Stages versions in one rank, so that all ranks load a version or none does.
 
     Args:
         receiver: the receiver of this rank.
-        memory: the state of the rank's weights; while they are asleep, versions are refused.
+        memory: the state of the rank's weights; versions are refused while they are asleep.
         ranks: the ranks of the engine.
     """
 
@@ -71,11 +71,11 @@ class Staging:
         self._stage_up_to(1)
 
     def versions(self, version: int) -> list[int | None]:
-        """Return the version that each rank has staged; None where its weights are asleep.
+        """Return the version that each rank has staged; None for a rank whose weights are asleep.
 
         Args:
-            version: what they should have staged. A rank that has joined again may have been sent
-                the version before first.
+            version: the expected version. A rank that has rejoined may have received an older
+                version first.
         """
         self._stage_up_to(version)
         return self._ranks.gather(None if self._memory.asleep else self._version)
@@ -90,7 +90,7 @@ class Staging:
             raise SyncError(f"its ranks have staged the versions {found} rather than {version}")
 
     def drop(self) -> None:
-        """Refuse what is staged."""
+        """Refuse the staged version."""
         message = "staged the version, and was not told to load it"
         self.receiver.reject(NotLoadedError(self.receiver.worker_id, message))
 

@@ -1,4 +1,4 @@
-"""The trainer's side: brings versions of a sender into vLLM engines."""
+"""The trainer's side: load versions of a sender into vLLM engines."""
 
 from __future__ import annotations
 
@@ -18,45 +18,44 @@ from sync_plugin_vllm.driver import CONCLUDING, Driver, EngineStatus, Options
 from sync_plugin_vllm.votes import Votes
 from sync_plugin_vllm.whole_update import WholeDriver
 
-# The share of a send's time in which engines are resumed, after one of ``all_or_none`` was late;
-# estimate.
+# With ``all_or_none``, the share of a send's time that is reserved for resuming engines after one
+# was late; estimate.
 _RESERVE = 0.1
 
-# The states of workers for which a send does not wait.
+# Worker states for which a send does not wait.
 _UNWAITED = ("quarantined", "restarting")
 
 
 class VllmTarget:
-    """Sends versions of a `Sender` into vLLM engines.
+    """Loads versions of a `Sender` into vLLM engines.
 
-    Each rank of each engine is a worker of the sender. A send packs the weights once, and drives
-    all engines at the same time: each stages the version, is paused, loads it, and is resumed.
+    Each rank of each engine is a worker of the sender. A send packs the weights once and updates
+    all engines concurrently: each engine stages the version, pauses, loads it, and resumes.
 
     Args:
-        engines: a ``vllm.LLM`` in this process, a Ray actor with its methods, or the URL of
-            ``vllm serve``; or several of them. Each was given
+        engines: a ``vllm.LLM`` in this process, a Ray actor with its methods, the URL of ``vllm
+            serve``, or a list of these. Each engine must be started with
             ``weight_transfer_config=WeightTransferConfig(backend="sync_core")``.
-        pause: the fate of requests that a server is working on: ``"keep"``, they continue with
-            the new weights, and vLLM attributes each token to the version that made it;
-            ``"wait"``, they end first; ``"abort"``, they end at once.
-        verify: whether each rank compares, after each load, what its layers compute with what was
-            sent. A version that fails is not confirmed: the engine is ``"bad"``, and the error
-            names the layers. With ``adapter`` the base model is compared once, by `connect`.
-        all_or_none: whether engines take each step together: all have staged the version, then
-            all are paused, then all load it, then all are resumed. If one does not come as far as
-            to load, none loads: they fail with `NotLoadedError`, which ``on_failure`` of the
-            sender ignores, and are resumed with the weights that they have. Adapters are unloaded
-            again, if an engine cannot load one.
-        adapter: the name of an adapter of LoRA, such as ``"policy"``, for a sender with
-            ``layers=[lora("adapter")]``. Version 7 is loaded as the adapter ``"policy-v7"``, and
-            requests name it: by `lora_request`, or to a server by the name in
-            ``target.engines[0].adapter``. The one before is unloaded. Engines are not paused.
-        adapter_directory: the directory of the engines' machines in which they write adapters;
-            None for that of this machine's temporary files.
-        timeout: deadline of every call, in seconds; a send has one for all its steps.
+        pause: what happens to a server's requests in progress. ``"keep"``: they continue with the
+            new weights, and vLLM attributes each token to the version that made it. ``"wait"``: the
+            update waits until they end. ``"abort"``: they end at once.
+        verify: whether each rank compares the outputs of its layers with the sent weights after
+            each load. If they differ, the engine is ``"bad"``, and the error names the layers. With
+            ``adapter``, `connect` compares the base model once.
+        all_or_none: whether engines take each step together: all stage the version, then all pause,
+            then all load it, then all resume. If one fails before loading, none loads: the others
+            fail with `NotLoadedError`, which the sender's ``on_failure`` ignores, and resume with
+            their old weights. If an engine cannot load an adapter, the others unload it again.
+        adapter: the name of a LoRA adapter, such as ``"policy"``, for a sender with
+            ``layers=[lora("adapter")]``. Version 7 is loaded as the adapter ``"policy-v7"``,
+            without a pause, and the version before is unloaded. Requests choose the adapter with
+            `lora_request`, or on a server by the name ``target.engines[0].adapter``.
+        adapter_directory: the directory on the engines' machines for adapter files; None for this
+            machine's directory of temporary files.
+        timeout: the deadline of each call, in seconds; for a send, of all its steps together.
 
     Raises:
-        OptionError: that is not an engine.
+        OptionError: ``engines`` is not an engine.
         SyncError: an engine cannot be reached.
 
     Example:
@@ -96,38 +95,38 @@ class VllmTarget:
 
     @property
     def num_workers(self) -> int:
-        """The ranks of all engines: how many workers the sender needs."""
+        """The ``num_workers`` of the sender: the ranks of all engines."""
         return sum(len(engine.status.worker_ids) for engine in self._engines)
 
     @property
     def engines(self) -> tuple[EngineStatus, ...]:
-        """The status of each engine, in the order in which they were given."""
+        """The status of each engine, in the given order."""
         return tuple(self._status(engine.status) for engine in self._engines)
 
     def lora_request(self, index: int = 0) -> Any:
-        """Return the ``LoRARequest`` by which requests use the newest adapter of an engine.
+        """Return the ``LoRARequest`` for the newest adapter of an engine.
 
-        Ask for it before each ``generate``: the files of adapters that were unloaded are gone.
+        Call this before each ``generate``, since the files of unloaded adapters are gone.
 
         Args:
-            index: the position of the engine in `engines`; an ``LLM``, or a Ray actor.
+            index: the index in `engines` of an ``LLM`` or a Ray actor.
 
         Raises:
-            OptionError: the engine is a server, whose requests name the adapter; or no version of
-                an adapter was sent.
+            OptionError: the engine is a server, whose requests name the adapter, or no version of
+                an adapter was sent yet.
         """
         return self._engines[index].lora_request(index)
 
     def connect(self, sender: Sender, addresses: Sequence[Address] | None = None) -> None:
-        """Connect every rank of every engine to a sender, which has a worker for each.
+        """Connect every rank of every engine to a sender that has a worker for each.
 
         Args:
-            sender: the sender; of a sharded trainer, that of the rank that calls `send`.
-            addresses: of a sharded trainer, what ``join_addresses`` made for each worker.
+            sender: the sender; in a sharded trainer, the sender of the rank that calls `send`.
+            addresses: in a sharded trainer, the address from ``join_addresses`` for each worker.
 
         Raises:
-            OptionError: the sender has other workers.
-            SyncError: an engine refused; the others are connected.
+            OptionError: the sender does not have these workers.
+            SyncError: an engine has refused; the others are connected.
         """
         with self._sending:
             ids = tuple(range(self.num_workers))
@@ -138,7 +137,7 @@ class VllmTarget:
                 )
             first = 0
             for engine in self._engines:
-                # Not the ids of the sender before, where engines have left.
+                # After engines have left, an earlier sender had other ids.
                 end = first + len(engine.status.worker_ids)
                 engine.set(worker_ids=ids[first:end])
                 first = end
@@ -154,13 +153,13 @@ class VllmTarget:
             self._connect(self._engines, addresses)
 
     def add(self, engine: Any) -> tuple[int, ...]:
-        """Connect an engine that joins later; it has the weights that are sent next.
+        """Connect another engine, which receives the next version that is sent.
 
         Returns:
             The ids of its workers in the sender.
 
         Raises:
-            SyncError: it refused, or cannot be reached; nothing was added.
+            SyncError: the engine has refused or cannot be reached; nothing was added.
         """
         sender = self._connected()
         client = client_for(engine)
@@ -177,10 +176,10 @@ class VllmTarget:
         return ids
 
     def remove(self, index: int) -> None:
-        """Forget an engine, such as one that has died.
+        """Remove an engine, such as one that has died.
 
         Args:
-            index: its position in `engines`.
+            index: its index in `engines`.
         """
         sender = self._connected()
         with self._sending:
@@ -189,20 +188,20 @@ class VllmTarget:
                 sender.remove_worker(worker_id)
 
     def send(self, weights: Any = None, *, timeout: float | None = None) -> SendReport:
-        """Send a version into all engines, and wait until they generate with it.
+        """Load a version into all engines, and wait until they generate with it.
 
         Args:
             weights: see `Sender.send`.
-            timeout: deadline of all of it, in seconds; None for the target's.
+            timeout: the deadline of the whole send, in seconds; None for the target's.
 
         Returns:
-            A result for each rank; `engines` has one for each engine.
+            The result for each rank; `engines` has the status of each engine.
 
         Raises:
-            SendError: some ranks failed; the other engines have the version, or with
-                ``all_or_none`` keep the one before. An engine that is ``"bad"`` now makes no
-                tokens before a send has healed it, where it can be paused.
-            SyncError: an engine has the version, and failed afterwards; or none is connected.
+            SendError: some ranks have failed. The other engines have the version or, with
+                ``all_or_none``, keep the one before. A ``"bad"`` engine, if it can be paused, makes
+                no tokens until another send succeeds.
+            SyncError: an engine failed after it had loaded the version, or no engine is connected.
         """
         sender = self._connected()
         seconds = self._timeout if timeout is None else check_seconds(timeout)
@@ -231,18 +230,18 @@ class VllmTarget:
             return report
 
     def _settle(self) -> None:
-        """Keep what is known of the engines, as their sender is closed."""
+        """Keep the last known status of the engines when their sender is closed."""
         for engine in self._engines:
             engine.status = self._status(engine.status)
         self._closed = True
 
     def _status(self, status: EngineStatus) -> EngineStatus:
-        """The status of an engine, given what the sender knows of its ranks by now."""
+        """Return the status of an engine, updated with the sender's state of its ranks."""
         if self._sender is None or self._closed or status.state in ("unconnected", "bad"):
             return status
         workers = self._sender.workers
         known = [workers[i] for i in status.worker_ids if i in workers]
-        # A rank without weights joins its sender again, as a worker that has no version.
+        # A rank without weights rejoins its sender as a worker without a version.
         if any(w.state == "lost" or (status.version and not w.version) for w in known):
             return replace(status, state="lost", version=None)
         return status
@@ -265,7 +264,7 @@ class VllmTarget:
         _raise_first(engines)
 
     def _votes(self, pending: PendingSend, deadline: float) -> Votes:
-        """The votes about a version, of those engines for which the send waits."""
+        """Return the votes on a version, with the engines that the send waits for as members."""
         if not self._options.all_or_none:
             return Votes((), deadline)
         unanswered, statuses = pending.unanswered, self._connected().workers

@@ -1,9 +1,9 @@
-"""The trainer's side of vLLM's own interface: ``WeightTransferTrainerFactory``, by any scheme.
+"""Use any scheme in vLLM's own trainer interface, ``WeightTransferTrainerFactory``.
 
-A trainer that is written to vLLM's interface gets the schemes of sync-core by its ``init_info``.
-The import of this module registers the backend ``"sync_core"``. The interface knows the four calls
-of an update: it can neither pause an engine, nor label it as bad, nor drive several with one
-deadline. `sync_plugin_vllm.VllmTarget` can.
+A trainer that is written to vLLM's interface selects a scheme of sync-core in its ``init_info``.
+Importing this module registers the backend ``"sync_core"``. The interface has only the four calls
+of an update. It cannot pause an engine, label it as bad, or update several engines with one
+deadline; `sync_plugin_vllm.VllmTarget` can.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class SyncCoreTrainerInitInfo(TrainerInitInfo):
     """The ``init_info`` of a trainer.
 
     Args:
-        scheme: see `sync_core.Sender`; a chain such as ``"increments::dist"``, too.
-        num_workers: the ranks of the engine, as its ``get_world_size`` says.
+        scheme: see `sync_core.Sender`; it can be a chain such as ``"increments::dist"``.
+        num_workers: the number of ranks of the engine, from its ``get_world_size``.
         options: other arguments of `sync_core.Sender`, such as ``{"host": "10.0.0.5"}``.
-        timeout: deadline of each send, in seconds.
-        verify: whether the engine proves each version; see `sync_plugin_vllm.VllmTarget`.
-        rank: of this process in the trainer, by name; rank 0 sends.
+        timeout: the deadline of each send, in seconds.
+        verify: whether the engine verifies each version; see `sync_plugin_vllm.VllmTarget`.
+        rank: this process's rank in the trainer, as a keyword argument; rank 0 sends.
     """
 
     backend: ClassVar[str] = "sync_core"
@@ -66,11 +66,11 @@ class SyncCoreTrainerEngine(TrainerWeightTransferEngine[SyncCoreTrainerInitInfo]
     def trainer_init(
         cls, init_info: SyncCoreTrainerInitInfo, *, client: Any, source: Any = None
     ) -> Self:
-        """Make the sender, on rank 0, and connect the engine to it.
+        """Make the sender on rank 0, and connect the engine to it.
 
         Raises:
-            OptionError: there is no source, or rank 0 does not have all of its tensors.
-            Exception: whatever the client raises, such as when the names do not fit the engine.
+            OptionError: there is no source, or rank 0 does not have all its tensors.
+            Exception: the client's error, for example if the names do not fit the engine.
         """
         if source is None:
             raise OptionError(
@@ -98,14 +98,14 @@ class SyncCoreTrainerEngine(TrainerWeightTransferEngine[SyncCoreTrainerInitInfo]
         return engine
 
     def send_weights(self) -> SendReport | None:
-        """Send a version, and label the outputs that follow with it; on every rank.
+        """Send a version, and label all later outputs with it; call this on every rank.
 
         Returns:
-            A result for each rank of the engine; None on ranks that do not send.
+            The result for each rank of the engine; None on ranks that do not send.
 
         Raises:
-            SendError: ranks of the engine failed. The next send heals the engine.
-            Exception: whatever the client raises.
+            SendError: ranks of the engine have failed. The next send repairs the engine.
+            Exception: the client's error.
         """
         if not self.is_sender:
             for _ in pairs(self.source):
@@ -120,7 +120,7 @@ class SyncCoreTrainerEngine(TrainerWeightTransferEngine[SyncCoreTrainerInitInfo]
             report = pending.wait()
         except BaseException as error:
             pending.interrupt(error)
-            # So that the next send can start; the first error is the one to report.
+            # So that the next send can start; only the first error is reported.
             with suppress(Exception):
                 self.client.finish_weight_update()
             raise

@@ -1,4 +1,4 @@
-"""The steps that engines take together, for ``VllmTarget(all_or_none=True)``."""
+"""Coordinate the steps of several engines, for ``VllmTarget(all_or_none=True)``."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ Step: TypeAlias = Literal["staged", "paused", "loaded"]
 
 
 class NotLoadedError(TransportError):
-    """An engine staged a version and did not load it; it keeps the weights that it has.
+    """An engine has staged a version but not loaded it; it keeps its weights.
 
-    The engine is not at fault, so ``on_failure`` of the sender leaves its workers alone.
+    The engine is not at fault, so the sender's ``on_failure`` is not applied to its workers.
     """
 
     failure = "vllm-not-loaded"
 
 
 class AsleepError(TransportError):
-    """An engine is asleep, so that no version can be loaded into it.
+    """An engine is asleep, so it cannot load a version.
 
-    The engine is not at fault, so ``on_failure`` of the sender leaves its workers alone.
+    The engine is not at fault, so the sender's ``on_failure`` is not applied to its workers.
     """
 
     failure = "vllm-asleep"
 
 
 class AdapterError(WorkerError):
-    """An engine has not loaded a version of an adapter; the version before remains usable."""
+    """An engine has not loaded a version of an adapter; the version before stays usable."""
 
     failure = "vllm-adapter"
 
 
 class Votes:
-    """The votes about one version: no engine takes a step before all have taken the one before.
+    """Votes on one version: an engine takes a step only after all have taken the step before.
 
-    The steps are ``"staged"``, ``"paused"`` and ``"loaded"``. An adapter is loaded without a pause:
-    at the second step it is loaded, and no request uses it. An engine that fails before all are
-    paused ends the votes, and none loads; one that fails later changes nothing for the others.
+    The steps are ``"staged"``, ``"paused"`` and ``"loaded"``. An adapter is loaded at the second
+    step, without a pause, and no request uses it yet. If an engine fails before all are paused,
+    none loads. A later failure does not affect the other engines.
 
     Args:
-        members: the engines that are waited for. Others pass with them, and decide nothing.
-        deadline: by `time.monotonic`; an engine that is later fails.
+        members: the engines to wait for. Other engines follow their decision.
+        deadline: the `time.monotonic` time at which late engines fail.
 
     Example:
         >>> votes = Votes(["a", "b"], deadline=time.monotonic() + 1)
@@ -59,7 +59,7 @@ class Votes:
         self._deadline = deadline
         names = tuple(members)
         self._missing = {step: dict.fromkeys(names) for step in get_args(Step)}
-        # Decided once for each of the first two steps, so that all engines act alike.
+        # One decision for each of the first two steps, so that all engines act alike.
         self._passed: dict[str, bool] = {}
         self._reason = ""
 
@@ -69,10 +69,10 @@ class Votes:
         return self._reason
 
     def pass_on(self, step: Step, member: str) -> bool:
-        """Take a step, and wait until all have taken it.
+        """Report a step as taken, and wait until all engines have taken it.
 
         Returns:
-            Whether all have. If not, an engine failed or was late, and `reason` names it.
+            Whether all have taken it. If not, an engine failed or was late, and `reason` names it.
         """
         with self._changed:
             missing = self._missing[step]

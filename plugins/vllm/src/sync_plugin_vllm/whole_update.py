@@ -1,4 +1,4 @@
-"""The steps by which an engine loads a whole version while it is paused."""
+"""Load whole versions into an engine while it is paused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sync_core import Delivery
 from sync_plugin_vllm.driver import CONCLUDING, Driver, left
 from sync_plugin_vllm.votes import NotLoadedError, Votes
 
-#: The label of outputs of an engine that has loaded a part of a version.
+#: The output label of an engine that has loaded only a part of a version.
 BAD = "bad"
 
 
@@ -20,9 +20,9 @@ class WholeDriver(Driver):
     """Stages a version, pauses the engine, loads it, and resumes the engine."""
 
     _paused = False
-    #: Whether an update was started, and not finished for all that is known.
+    #: Whether an update was started and is not known to be finished.
     _unfinished = False
-    #: When it was paused for this update (`time.perf_counter`); None where it was not.
+    #: When the pause for this update began (`time.perf_counter`); None without a pause.
     _pause_began: float | None = None
 
     def _bring(
@@ -35,7 +35,7 @@ class WholeDriver(Driver):
         del described
         client, version = self._client, deliveries[0].version
         if self._unfinished:
-            # It fails where the engine has not come as far as to start it.
+            # This fails if the engine had not started the update.
             with suppress(Exception):
                 client.step(left(deadline), step="updating")
                 client.finish(left(deadline))
@@ -45,11 +45,11 @@ class WholeDriver(Driver):
         self._agree(votes, "staged")
         self._pause_began = time.perf_counter()
         if not self._paused:
-            # One that its user has paused, or woken up in part, is not resumed here.
+            # Do not resume an engine that its user has paused or only partly woken up.
             self._paused = not client.is_paused(left(deadline))
             client.pause(self._options.pause, left(deadline))
         self._agree(votes, "paused")
-        # With all_or_none all engines load now, even where the deadline is close.
+        # With all_or_none all engines load now, even if the deadline is close.
         seconds = deadline - time.monotonic()
         seconds = max(CONCLUDING, seconds) if self._options.all_or_none else left(deadline)
         self.torn = True
@@ -60,7 +60,7 @@ class WholeDriver(Driver):
     def _conclude(self, version: int, failure: Exception | None) -> None:
         """Set the status, label the outputs, and resume the engine unless it is torn."""
         if isinstance(failure, NotLoadedError):
-            # Else the next send finishes it.
+            # If this fails, the next send finishes the update.
             with suppress(Exception):
                 self._client.finish(CONCLUDING)
                 self._unfinished = False
