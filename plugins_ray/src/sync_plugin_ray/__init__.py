@@ -1,4 +1,4 @@
-"""Weights over Ray: the scheme ``ray`` and the worker group ``ray``, both found by name."""
+"""Deliver weights over Ray: the scheme ``ray`` and the worker group ``ray``, found by name."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""The function that a sender runs in an actor, which hands a version to the receiver there."""
+"""The function `deliver`, which a sender runs in an actor to update a model there."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from sync_plugin_std.calls import (
 
 
 class ModelGetter:
-    """Lets a model that an actor has behind a method be found at a path, like any other."""
+    """Makes the model that an actor's method returns available under a path."""
 
     def __init__(self, instance: Any, method: str) -> None:
         self._get: Callable[[], Any] = getattr(instance, method)
 
     @property
     def model(self) -> Any:
-        """Return what the method returns now."""
+        """The current result of the method."""
         return self._get()
 
 
 class ActorReceiver(CalledReceiver):
-    """The receiver for one model of the actor; ``model_getter`` is the place in its requests."""
+    """The receiver for one model of an actor. The place in its requests is ``model_getter``."""
 
     _layout: Layout | None = None
     _token: list[Any] | None = None
 
     def find_model(self, request: DeliveryRequest, context: Any) -> tuple[Any, Any]:
-        """Return the path of the model, and the actor's instance or what gets the model."""
+        """Return the model's path, and the object that has it: the actor's instance or a getter."""
         if request.place is None:
             return super().find_model(request, context)
         return "model", _getter(context, request.place)
@@ -47,14 +47,14 @@ class ActorReceiver(CalledReceiver):
         return self._token
 
     def close(self) -> None:
-        """Close the receiver, and end the use of its token."""
+        """Close the receiver, and release its token."""
         super().close()
         if self._token is not None:
             liveness.release(self._token)
         self._token = None
 
     def unpack(self, request: DeliveryRequest, content: Any) -> Payload:
-        """Return the payload in what the sender has published."""
+        """Return the payload from the published data."""
         digest, *data = content
         payload = Payload.unpack(
             read(data),
@@ -67,17 +67,17 @@ class ActorReceiver(CalledReceiver):
         return payload
 
 
-# A process hosts one actor, whose calls may come from several threads.
+# One per process, since a process hosts one actor; several threads may call.
 _receivers = CalledReceivers(ActorReceiver)
 
 
 def deliver(instance: Any, request: DeliveryRequest, *content: Any) -> DeliveryOutcome:
-    """Commit a version to a model of the actor.
+    """Commit a version to a model of this actor.
 
     Args:
         instance: the actor's instance, given by Ray.
-        request: what to do.
-        content: the digest of the version's layout, and what the sender has published.
+        request: the request of the sender.
+        content: the digest of the version's layout, and the published data.
     """
     where = f"in its actor, a {type(instance).__name__}"
     return _receivers.deliver(request, content, context=instance, where=where)

@@ -1,4 +1,4 @@
-"""The Ray cluster of this process: joined or started when first needed, left by the last user."""
+"""Join or start this process's Ray cluster on first use, and leave it after the last."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _DEFAULTS: dict[str, Any] = {
     "log_to_driver": False,
 }
 
-# Reentrant, as the garbage collector may make this very thread leave while it joins.
+# Reentrant, since the garbage collector may call `leave` on a thread that is joining.
 _lock = threading.RLock()
 _users: dict[tuple[str, str], int] = {}
 
 
 class Cluster:
-    """This process's part in a cluster, until `leave`.
+    """A use of the Ray cluster by this process, until `leave`.
 
-    If Ray is running in this process, that is used; else one that runs on this machine, or that
-    ``RAY_ADDRESS`` names; else a local one is started. A cluster begun here ends here: the last to
-    leave disconnects from a cluster that was joined, and shuts down one that was started. Ray that
-    the user initialised is left alone.
+    If Ray is initialised in this process, that cluster is used. Else this joins the cluster that
+    ``RAY_ADDRESS`` names or that runs on this machine, or else starts a local one. The last use to
+    end disconnects from a joined cluster and shuts down a started one. Ray that the user
+    initialised is not shut down.
 
     Args:
-        init_config: arguments for `ray.init`; ignored where Ray is initialised already.
+        init_config: arguments for `ray.init`; ignored if Ray is initialised already.
     """
 
     def __init__(self, init_config: Mapping[str, Any] | None = None) -> None:
@@ -47,20 +47,20 @@ class Cluster:
 
     @property
     def connected(self) -> bool:
-        """Return whether Ray still is what it was when this was made."""
-        # Asking ray.get_runtime_context, when Ray is shut down, might start it again.
+        """Return whether this process is still connected to the same cluster."""
+        # After a shutdown, ray.get_runtime_context might start Ray again.
         try:
             return ray.is_initialized() and _session_of(self._context) == self._session
         except (AssertionError, RuntimeError):
             return False  # it was shut down just now
 
     def check(self) -> None:
-        """Raise `ClosedError` when Ray was shut down meanwhile, or initialised again."""
+        """Raise `ClosedError` if Ray was shut down or initialised again."""
         if not self.connected:
             raise ClosedError("Ray was shut down since this was made; make a new one")
 
     def leave(self) -> None:
-        """Use the cluster no longer; doing so again does nothing."""
+        """End this use of the cluster; a second call does nothing."""
         with _lock:
             if self._left:
                 return
@@ -73,12 +73,12 @@ class Cluster:
                 self.shut_down()
 
     def shut_down(self) -> None:
-        """Call `ray.shutdown`, even where Ray was not begun here, or others use it."""
+        """Call `ray.shutdown`, even if the user initialised Ray or others use it."""
         with _lock:
             if self.connected:
                 ray.shutdown()
 
 
 def _session_of(context: Any) -> tuple[str, str]:
-    # A driver's id counts the jobs of its cluster, so the first job of every new one has the same.
+    # A driver's id is the number of its job, so the first jobs of two clusters have the same id.
     return context.get_node_id(), context.get_worker_id()

@@ -1,4 +1,4 @@
-"""Findings for `sync-core doctor` about the Ray cluster that a sender would join."""
+"""Check the Ray cluster that a sender would join, for `sync-core doctor`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sync_core.hooks import Finding
 
 _ADDRESS = "RAY_ADDRESS"
 _GIVEN = "ray_init_config: address"
-# Where Ray looks for the cluster that was started last, below the first of these that is set.
+# Below the first of these that is set, Ray looks for the cluster that was started last.
 _TEMPORARY = ("RAY_TMPDIR", "TMPDIR")
 _CURRENT = "ray/ray_current_cluster"
 _CONNECTING, _ANSWERING = 1.0, 5.0
-# What `sync-core bench ray --model large` keeps there: a version, and the one that replaces it.
+# The need of `sync-core bench ray --model large`: a version and the one that replaces it.
 _LARGE = 2 * 200 * 2 * (1 << 20)
 _MB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """The versions and addresses of a cluster.
+    """The Ray and Python versions of a cluster, and its object store sizes.
 
     Args:
-        ray: the version of Ray that it was started with.
+        ray: the version of Ray.
         python: the version of Python.
-        stores: the size in bytes of the object store of each node that lives.
+        stores: the size of each live node's object store, in bytes.
     """
 
     ray: str
@@ -47,7 +47,7 @@ def find(given: str | None = None) -> Iterator[Finding]:
     """Yield the problems of the cluster that a sender would join.
 
     Args:
-        given: the address in ``ray_init_config``, which counts before ``RAY_ADDRESS``.
+        given: the address in ``ray_init_config``, which takes precedence over ``RAY_ADDRESS``.
     """
     about, address = cluster_address(os.environ, given)
     if address is None:
@@ -67,15 +67,15 @@ def find(given: str | None = None) -> Iterator[Finding]:
 def cluster_address(
     environment: Mapping[str, str], given: str | None = None
 ) -> tuple[str, str | None]:
-    """Return the setting that names the cluster to join, and its address; None for a new one.
+    """Return the setting that names the cluster to join, and its address; None for a new cluster.
 
-    A ``ray://`` address is a proxy's, which only `ray.init` can talk to; it is not checked.
+    A ``ray://`` address is not checked, since it belongs to a proxy that only `ray.init` can use.
 
     Args:
         environment: the environment variables.
-        given: the address in ``ray_init_config``, if there is one.
+        given: the address in ``ray_init_config``, if any.
     """
-    # "auto" stands for what the environment says.
+    # "auto" stands for the environment's address.
     given = "" if given in (None, "auto") else given
     setting = _GIVEN if given else _ADDRESS
     value = given or environment.get(_ADDRESS, "")
@@ -91,19 +91,19 @@ def cluster_address(
 
 
 def ask(address: str, timeout: float = _ANSWERING) -> ClusterFacts:
-    """Ask the control service of a cluster, without joining the cluster.
+    """Query a cluster's control service, without joining the cluster.
 
     Args:
         address: ``"host:port"``.
-        timeout: seconds after which it is not waited for.
+        timeout: how long to wait for the answer, in seconds.
 
     Raises:
-        OSError: nothing listens there.
-        ValueError: it is not an address.
-        TimeoutError: something does, and does not answer.
+        OSError: nothing listens at the address.
+        ValueError: the address is not valid.
+        TimeoutError: the server does not answer.
     """
     host, _, port = address.rpartition(":")
-    # Ray itself would try again for a minute.
+    # Fail at once: Ray itself would retry for a minute.
     socket.create_connection((host.strip("[]"), int(port)), _CONNECTING).close()
     facts: Future[ClusterFacts] = Future()
     threading.Thread(target=_read, args=(address, facts), daemon=True).start()
@@ -111,18 +111,18 @@ def ask(address: str, timeout: float = _ANSWERING) -> ClusterFacts:
 
 
 def versions(about: str, facts: ClusterFacts) -> Iterator[Finding]:
-    """A cluster that refuses this process, as its versions are others.
+    """Yield findings if the cluster would refuse this process, since versions differ.
 
     Args:
-        about: the setting that asks to join it.
-        facts: what the cluster says of itself.
+        about: the setting that names the cluster.
+        facts: the cluster's answer.
     """
     here = {"Ray": (facts.ray, ray.__version__), "Python": (facts.python, _python())}
     for name, (there, ours) in here.items():
         if there == ours:
             continue
         remedy = f"make an environment with Python {there}"
-        # The version is what a cluster says.
+        # The command takes only a plain version number.
         if name == "Ray" and re.fullmatch(r"[0-9A-Za-z.+]{1,64}", there):
             remedy = f"type: pip install 'ray=={there}'"
         yield Finding(
@@ -133,11 +133,11 @@ def versions(about: str, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def stores(about: str, facts: ClusterFacts) -> Iterator[Finding]:
-    """An object store that has no room for two versions of a large model.
+    """Yield a finding if an object store is too small for two versions of a large model.
 
     Args:
-        about: the setting that asks to join the cluster.
-        facts: what the cluster says of itself.
+        about: the setting that names the cluster.
+        facts: the cluster's answer.
     """
     smallest = min(facts.stores, default=_LARGE)
     if smallest < _LARGE:
@@ -150,8 +150,7 @@ def stores(about: str, facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _read(address: str, facts: Future[ClusterFacts]) -> None:
-    # `ray status` asks in the same way; Ray has no public one that neither joins nor needs a
-    # dashboard.
+    # As `ray status` does: Ray has no public query without joining or a dashboard.
     try:
         from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
 

@@ -1,4 +1,4 @@
-"""Worker group `ray`: each worker is an actor, on any node of the cluster."""
+"""The worker group `ray`: each worker is a Ray actor on any node of the cluster."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from sync_plugin_std.workers import LaunchedGroup, Launcher
 _USUAL = {"num_cpus": 1.0, "num_gpus": 0.2, "memory": 2.0 * 1024**3}
 _NAMES = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
 
-# What would give a worker two calls at once, a second life without its object, or no end.
+# With these, a worker could run two calls at once, restart without its object, or never end.
 _FIXED = ("max_concurrency", "max_restarts", "max_task_retries", "lifetime")
 
 
 def usual_options(num_workers: int) -> dict[str, Any]:
-    """Return options by which these workers start at once, if the resources stay free.
+    """Return default options with which all workers can start at once.
 
-    Each asks for 1 CPU, 0.2 GPUs and 2 GiB of memory, or for an equal share where there is less:
-    of a machine, with as many workers on each as on the others, and of what is free now.
+    Each worker requests 1 CPU, 0.2 GPUs and 2 GiB of memory, or an equal share if the cluster has
+    less: of a machine, with equally many workers on each, and of the free resources.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    # Machines with a GPU where there are some, so that workers are not split into two kinds.
+    # Only machines with a GPU, if any, so that all workers are alike.
     hosts = next(filter(None, ([n for n in nodes if n.get(kind)] for kind in ("GPU", "CPU"))), [])
     free = ray.available_resources()
     per_host = math.ceil(num_workers / max(1, len(hosts)))
@@ -42,7 +42,7 @@ def usual_options(num_workers: int) -> dict[str, Any]:
         name = _NAMES[option]
         share = min((host.get(name, 0.0) for host in hosts), default=0.0) / max(1, per_host)
         demand = min(usual, share, free.get(name, 0.0) / max(1, num_workers))
-        # Ray counts memory in bytes and all else in ten-thousandths.
+        # Ray counts memory in bytes and other resources in ten-thousandths.
         options[option] = int(demand) if option == "memory" else int(demand * 10_000) / 10_000
     return options
 
@@ -50,12 +50,12 @@ def usual_options(num_workers: int) -> dict[str, Any]:
 def check_configs(
     remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, num_workers: int
 ) -> tuple[Mapping[str, Any], ...]:
-    """The user's options for each worker; none where all is left to `usual_options`.
+    """Return the user's options for each worker; empty to use `usual_options`.
 
     Raises:
-        TypeError: neither a mapping nor a list of mappings.
-        ValueError: a list of another length.
-        OptionError: an option that is the worker group's own matter.
+        TypeError: this is neither a mapping nor a list of mappings.
+        ValueError: the list has the wrong length.
+        OptionError: an option may be set only by the group itself.
     """
     example = "{'num_cpus': 1}"
     if isinstance(remote_configs, str) or not isinstance(remote_configs, Mapping | Sequence | None):
@@ -84,7 +84,7 @@ def check_configs(
 
 
 def describe_shortage(options: Mapping[str, Any]) -> str:
-    """A sentence without its subject, for a worker that the cluster found no place for."""
+    """Return a phrase for messages about a worker that the cluster cannot place."""
     demand = {
         name: amount
         for name, amount in options.items()
@@ -98,42 +98,42 @@ def describe_shortage(options: Mapping[str, Any]) -> str:
 
 
 def _brief(resources: Mapping[str, float]) -> dict[str, float]:
-    # A node is a resource too, to Ray: node:192.0.2.1.
+    # Ray lists each node as a resource too, such as node:192.0.2.1.
     return {name: amount for name, amount in resources.items() if not name.startswith("node:")}
 
 
-# The longest that stopping waits for the calls in progress.
+# The longest time that `stop` waits for calls in progress, in seconds.
 _ASKING = 5.0
 
 
 class RayGroup(LaunchedGroup[ActorWorker]):
-    """Objects that live in Ray actors of their own.
+    """Hosts each object in its own Ray actor.
 
-    The factory, functions, arguments, results and exceptions travel by cloudpickle; what arrives
-    is a copy, and can be written to. Arguments are pickled by `call`, so changing them afterwards
-    changes nothing. Stopping asks first: the call in progress has half of the timeout (at most
-    5 s) to finish; then the actor is killed.
+    The factory, functions, arguments, results and exceptions are sent with cloudpickle and arrive
+    as writable copies. `call` pickles arguments at once, so later changes to them have no effect.
+    `stop` gives calls in progress half of the timeout (at most 5 s) to finish, and then kills the
+    actors.
 
-    Calls run in one thread of the actor's process, not its main thread. Ray itself gives torch
-    there as many threads as the actor has CPUs, unless ``OMP_NUM_THREADS`` is in ``runtime_env``.
+    Calls run in one thread of the actor's process, which is not the main thread. Ray gives torch as
+    many threads as the actor has CPUs, unless ``runtime_env`` sets ``OMP_NUM_THREADS``.
 
-    Ray that runs in this process is used; else a cluster is joined or started, and left by `stop`.
+    If Ray is not initialised, the group joins or starts a cluster, and `stop` leaves it.
 
     Args:
         factory: see `WorkerGroup`.
         num_workers: see `WorkerGroup`.
         timeout: see `WorkerGroup`.
-        ray_init_config: arguments for `ray.init`, where Ray is not initialised yet.
-        remote_configs: what `ActorClass.options` takes (``num_cpus``, ``num_gpus``, ``memory``,
+        ray_init_config: arguments for `ray.init`, if Ray is not initialised yet.
+        remote_configs: arguments for `ActorClass.options` (``num_cpus``, ``num_gpus``, ``memory``,
             ``resources``, ``scheduling_strategy``, ``runtime_env``, …): one mapping for all
-            workers, or a list with one for each, of which workers that are added get the last.
-            The defaults are 1 CPU, 0.2 GPUs and 2 GiB of memory, or an equal share where
-            the cluster has less.
-        shutdown_ray: shut Ray down in `stop`, even where it was not begun here.
+            workers, or a list with one mapping per worker, whose last is for added workers. The
+            defaults are 1 CPU, 0.2 GPUs and 2 GiB of memory, or an equal share if the cluster has
+            less.
+        shutdown_ray: shut Ray down in `stop`, even if the user initialised it.
 
     Raises:
-        ValueError: ``remote_configs`` is a list of another length.
-        OptionError: ``remote_configs`` has an option that is the group's own matter.
+        ValueError: ``remote_configs`` is a list of the wrong length.
+        OptionError: ``remote_configs`` has an option that only the group may set.
 
     Example:
         >>> with RayGroup(lambda worker_id: [worker_id], 2) as group:  # doctest: +SKIP
@@ -166,8 +166,8 @@ class RayGroup(LaunchedGroup[ActorWorker]):
         """Start one more worker; see `WorkerGroup.add`.
 
         Args:
-            remote_configs: options of its actor; None for those of the last worker that the group
-                was made with.
+            remote_configs: options of its actor; None for those of the group's last original
+                worker.
         """
         if remote_configs is None:
             return super().add()
@@ -191,7 +191,7 @@ class _ActorLauncher(Launcher[ActorWorker]):
         self._factory = factory
         self._configs = configs
         self._added: dict[int, Mapping[str, Any]] = {}
-        # A worker that is restarted gets the options that it had.
+        # By worker id: a restarted worker gets its old options.
         self._actors: weakref.WeakValueDictionary[int, ActorWorker] = weakref.WeakValueDictionary()
 
     def launch(self, worker_ids: Sequence[int]) -> Iterator[ActorWorker]:
@@ -234,7 +234,7 @@ class _ActorLauncher(Launcher[ActorWorker]):
             raise RemoteCallError(worker_id, message) from error
 
     def configure(self, config: Mapping[str, Any], worker_id: int) -> None:
-        """Launch a worker with these options."""
+        """Set the options with which a worker is launched."""
         self._added[worker_id] = config
 
     def _config(self, worker_id: int) -> Mapping[str, Any]:

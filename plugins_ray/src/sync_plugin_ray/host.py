@@ -1,4 +1,4 @@
-"""The actor of a worker: it makes one object and runs calls on it, in order."""
+"""The actor of a worker: it makes one object, and runs calls on it in order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
-# What the worker's object forks closes its connection to the raylet.
+# Makes processes that the worker's object forks close their connection to the raylet.
 import sync_plugin_ray.liveness  # noqa: F401
 from sync_plugin_ray.inbox import take_calls
 from sync_plugin_std.workers import describe_failure
 
-#: Concurrency group of the methods that run beside a call: the one that `waits`, and `end`.
+#: Concurrency group of the methods that run during a call: `waits` and `end`.
 BESIDE = "beside"
-#: Concurrency group in which receivers in the actor are handed versions.
+#: Concurrency group of the calls that bring versions to receivers in the actor.
 WEIGHTS = "weights"
 
 
@@ -31,12 +31,12 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There is no value.
+    """The function failed.
 
     Args:
-        verdict: what the function did; a sentence without its subject: ``raised KeyError: 'a'``.
-        traceback: where, as text.
-        cause: the exception; its pickle, or None, while it travels.
+        verdict: a phrase for messages, such as ``raised KeyError: 'a'``.
+        traceback: the traceback as text.
+        cause: the exception; in transit, its pickle or None.
     """
 
     verdict: str
@@ -45,7 +45,7 @@ class Failed:
 
     @classmethod
     def because(cls, verdict: str, error: BaseException) -> Failed:
-        """A failure with an exception, where it was caught."""
+        """Return a failure for a caught exception."""
         summary, frames = describe_failure(error)
         return cls(f"{verdict} {summary}", frames, error)
 
@@ -54,7 +54,7 @@ Outcome = Returned | Failed
 
 
 class Host:
-    """One worker's actor. Ray runs its calls one at a time, and those `BESIDE` at any time."""
+    """The actor of one worker. Ray runs its calls one by one, except those `BESIDE` others."""
 
     def __init__(self) -> None:
         take_calls(WEIGHTS)
@@ -64,46 +64,46 @@ class Host:
         self._ending = threading.Event()
 
     def begin(self) -> None:
-        """Return, by which the caller knows that all calls before have ended."""
+        """Do nothing; when this returns, all earlier calls have ended."""
 
     def make(self, call: bytes, worker_id: int) -> bytes:
-        """Make the hosted object by a call on the id; its outcome, without a value, as bytes."""
+        """Make the hosted object by calling the factory; return the outcome as bytes."""
         made = _run(call, worker_id)
         if isinstance(made, Failed):
             return _encode(made)
         self._worker_id, self._hosted = worker_id, made.value
         if hasattr(type(made.value), "close"):
-            # Here, and not above: with it comes torch, seconds that other objects need not wait.
+            # Imported here, since it imports torch, which takes seconds that not all objects need.
             self._close = import_module("sync_plugin_std.workers").close_hosted
         return _encode(Returned(None))
 
     def run(self, call: bytes) -> bytes | None:
-        """Run a call; its outcome as bytes, or None if the end came before its turn."""
+        """Run a call; return the outcome as bytes, or None if `end` was called first."""
         return None if self._ending.is_set() else _encode(_run(call, self._hosted))
 
     def waits(self) -> None:
-        """Never return: that Ray tells the caller of this call's failure is how it learns all."""
+        """Never return: the caller notices the actor's death when this call fails."""
         threading.Event().wait()
 
     def end(self) -> None:
-        """Let the call in progress finish, and no other begin."""
+        """Let the call in progress finish, and start no other."""
         self._ending.set()
 
     def close(self) -> None:
-        """Close the hosted object, after all calls before."""
+        """Close the hosted object after all earlier calls."""
         hosted, self._hosted = self._hosted, None
         if self._close is not None:
             self._close(self._worker_id, hosted)
 
 
 def encode(value: object) -> bytes:
-    """Anything, as it is now; functions and classes of ``__main__`` by value."""
+    """Pickle any value; functions and classes of ``__main__`` are pickled by value."""
     pickled: bytes = cloudpickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     return pickled
 
 
 def decode(reply: bytes) -> Outcome:
-    """The outcome that an actor has sent."""
+    """Unpickle the outcome from an actor."""
     try:
         outcome: Outcome = pickle.loads(reply)
     except Exception as error:
@@ -113,7 +113,7 @@ def decode(reply: bytes) -> Outcome:
     try:
         return replace(outcome, cause=pickle.loads(outcome.cause))
     except Exception:
-        # An exception class need not be able to travel; the text says it all.
+        # The exception's class may not be picklable or importable; the text is enough.
         return replace(outcome, cause=None)
 
 
@@ -125,7 +125,7 @@ def _run(call: bytes, hosted: Any) -> Outcome:
     try:
         return Returned(function(hosted, *args, **kwargs))
     except BaseException as error:
-        # SystemExit too: what a function raises ends its call, not the actor.
+        # Includes SystemExit, which must end the call but not the actor.
         return Failed.because("raised", error)
 
 
@@ -142,5 +142,5 @@ def _encode_cause(cause: object) -> bytes | None:
     try:
         return encode(cause)
     except Exception:
-        # The traceback travels in any case; few exceptions hold what cannot.
+        # Few exceptions cannot be pickled; the traceback is sent in any case.
         return None

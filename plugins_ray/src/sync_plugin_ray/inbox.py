@@ -1,4 +1,4 @@
-"""The inbox of a receiver in an actor, to which its sender brings versions by calls."""
+"""The inbox of a receiver in an actor, which the sender fills by calling the actor."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sync_plugin_ray.mailbox import MailboxOffer
 
 if TYPE_CHECKING:
-    # With it comes torch: seconds, for actors that need not have it.
+    # It imports torch, which takes seconds that not all actors need.
     from sync_core import Answer
 
-# Inboxes by the secret names of their readers.
+# Inboxes by their readers' secret names.
 _inboxes: weakref.WeakValueDictionary[str, Inbox] = weakref.WeakValueDictionary()
 
 
 def take_calls(concurrency_group: str) -> None:
-    """Say, in an actor, that senders may call it in one of its concurrency groups.
+    """Allow senders to call this actor in one of its concurrency groups.
 
-    Receivers that are made in the actor from then on get their versions by such calls alone,
-    which takes half of what asking for them takes. A call waits there until the receiver has
-    answered, for a quarter of a second at most, so the group needs two threads for each receiver,
-    and to do nothing else. Workers of the group ``ray`` have one. Receivers in an
-    asynchronous actor, which has one thread for all calls of a group, continue asking.
+    Receivers that are made in the actor afterwards get versions only by such calls, which takes
+    half the time of asking the mailbox. A call waits up to a quarter of a second for the receiver's
+    answer. So the group needs two threads per receiver and no other methods. Workers of the group
+    ``ray`` have such a concurrency group. In an asynchronous actor, which has one thread for all
+    calls of a group, receivers continue to ask the mailbox.
 
-    Two calls for each receiver count among the actor's ``max_pending_calls``; a send to an actor
-    that takes no more fails. A call takes a moment after `Sender.send_async`, in which
-    ``receive(0)`` finds nothing; a receiver that waits finds it.
+    Two calls per receiver count toward the actor's ``max_pending_calls``; a send to an actor with
+    too many pending calls fails. Just after `Sender.send_async`, ``receive(0)`` may find nothing,
+    since the call has not arrived yet; a receiver that waits finds the version.
 
     Args:
-        concurrency_group: one of those that ``ray.remote(concurrency_groups={…: 2})`` has given
-            the actor's class. Ray ends an actor that is called in a group which it does not have.
+        concurrency_group: a group that ``ray.remote(concurrency_groups={…: 2})`` has defined for
+            the actor's class. If an actor is called in an undefined group, Ray ends the actor.
 
     Example:
         >>> take_calls("weights")  # doctest: +SKIP
@@ -43,13 +43,13 @@ def take_calls(concurrency_group: str) -> None:
 
 
 class Inbox:
-    """Holds the newest version for one receiver until that has answered.
+    """Holds the newest version for one receiver until it has answered.
 
     Args:
         reader: the receiver's secret name.
     """
 
-    #: Where calls may bring something, as `take_calls` has said; empty for nowhere.
+    #: The concurrency group given to `take_calls`; empty before that.
     group: ClassVar[str] = ""
 
     def __init__(self, reader: str) -> None:
@@ -57,27 +57,27 @@ class Inbox:
         self._changed = threading.Condition(self._lock)
         self._offer: MailboxOffer | None = None
         self._answer: Answer | None = None
-        # The version whose answer the call that brought it waits for.
+        # The version for whose answer a call waits.
         self._awaited = 0
-        # Older ones come too late: Ray runs two calls of one group in any order.
+        # Older versions are ignored, since Ray runs two calls of one group in any order.
         self._newest = 0
-        #: Called once something was handed in, and has returned before the answer is waited for.
+        #: Called after a version was handed in, before the wait for the answer.
         self.on_arrival: Callable[[], None] = _nothing
         #: Whether `wake` was called.
         self.woken = False
         _inboxes[reader] = self
 
     def take(self, seen: int) -> MailboxOffer | None:
-        """Return what was handed in, if it is newer than the version seen."""
+        """Return the version that was handed in, if it is newer than the one seen."""
         with self._lock:
             if self._offer is not None and self._offer.version <= seen:
                 self._offer = None
             return self._offer
 
     def wait(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Wait until something was handed in or a condition holds; False if neither was in time.
+        """Wait until a version was handed in or a condition holds; return False at the deadline.
 
-        A thread that makes the condition true calls `nudge`. After `wake` this does not wait.
+        A thread that makes the condition true must call `nudge`. After `wake` this does not wait.
         """
         with self._lock:
             left = max(0.0, deadline - time.monotonic())
@@ -87,7 +87,7 @@ class Inbox:
             return not self.woken and (self._offer is not None or condition())
 
     def nudge(self) -> None:
-        """Wake waiting threads to look again."""
+        """Make waiting threads check their condition."""
         with self._lock:
             self._changed.notify_all()
 
@@ -98,7 +98,7 @@ class Inbox:
             self._changed.notify_all()
 
     def answer(self, answer: Answer) -> bool:
-        """Answer about a version; False where the call that brought it no longer waits."""
+        """Answer a version; return False if its call no longer waits."""
         with self._lock:
             if self._offer is not None and self._offer.version <= answer.version:
                 self._offer = None
@@ -109,10 +109,10 @@ class Inbox:
             return True
 
     def hand(self, offer: MailboxOffer, patience: float) -> Answer | None:
-        """Let the receiver find a version, and wait for its answer.
+        """Hand a version to the receiver, and wait for its answer.
 
-        None where that does not come in time, or not before a newer version; it then goes to the
-        mailbox.
+        Return None if no answer comes in time or a newer version comes first. The answer then goes
+        to the mailbox.
         """
         with self._lock:
             if offer.version < self._newest:
@@ -134,7 +134,7 @@ def _nothing() -> None:
 
 
 def _in_an_event_loop() -> bool:
-    # Where Ray runs the methods of an asynchronous actor.
+    # Ray runs the methods of an asynchronous actor in an event loop.
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -143,7 +143,7 @@ def _in_an_event_loop() -> bool:
 
 
 def hand(reader: str, offer: MailboxOffer, patience: float, instance: Any) -> dict[str, Any] | None:
-    """Give a version to the receiver in this actor, and return its answer, if any.
+    """Hand a version to the receiver in this actor, and return its answer, if any.
 
     Args:
         reader: the receiver's secret name.

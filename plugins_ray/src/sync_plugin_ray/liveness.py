@@ -1,4 +1,4 @@
-"""Liveness of processes in a cluster: a sender learns of their ends by Ray, without polling."""
+"""Detect the end of processes in a cluster through Ray, without polling."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 class LivenessActor:
     """An asynchronous actor whose method `waits` never returns.
 
-    The result of a call belongs to the process that made the call. When that process ends, Ray
-    fails the result wherever it is waited for, within milliseconds.
+    The result of a call belongs to the calling process. When that process ends, Ray fails the
+    result for all that wait for it, within milliseconds.
     """
 
     async def waits(self) -> None:
@@ -29,11 +29,11 @@ class LivenessActor:
 
 
 def start(actor_class: type, *args: Any) -> Any:
-    """Start an asynchronous actor on this node, so that it lives as long as the sender.
+    """Start an asynchronous actor on the sender's node, so that both fail together.
 
     Args:
         actor_class: its class.
-        args: arguments of the class.
+        args: the class's arguments.
     """
     node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor: Any = ray.remote(actor_class)
@@ -42,27 +42,27 @@ def start(actor_class: type, *args: Any) -> Any:
 
 
 def make_token(actor: Any) -> list[Any]:
-    """Return a token of this process, for `on_end` in another one.
+    """Return a token of this process, for `on_end` in another process.
 
     Args:
         actor: a `LivenessActor`.
     """
-    # In a list, since Ray replaces a reference by its value.
+    # In a list, since Ray would replace a bare reference by its value.
     return [actor.waits.remote()]
 
 
 def release(token: list[Any]) -> None:
-    """End the use of a token, in the process that made it."""
-    # The sender may have ended its actor.
+    """Release a token, in the process that made it."""
+    # The sender may already have ended its actor.
     with suppress(RayError):
         ray.cancel(token[0])
 
 
 def on_end(token: list[Any], callback: Callable[[], None]) -> None:
-    """Call a function, in a thread of Ray's, once the process that made a token has ended."""
+    """Call a function, on one of Ray's threads, when the process that made a token has ended."""
 
     def ended(future: Any) -> None:
-        # Others are those of a token that was released, and of an actor that was ended.
+        # Other errors mean that the token was released or that the actor was ended.
         if isinstance(future.exception(), OwnerDiedError):
             callback()
 
@@ -70,15 +70,17 @@ def on_end(token: list[Any], callback: Callable[[], None]) -> None:
 
 
 def _close_inherited() -> None:
-    """Close the connection to the raylet in a process that was forked from one that uses Ray.
+    """Close the connection to the raylet in a process forked from one that uses Ray.
 
-    Ray notices the death of a process by the end of that connection. A forked process cannot use
-    Ray. The descriptor's number stays in use, since Ray may still write to it at the exit.
+    The raylet notices the death of a process by the end of this connection, so a forked child,
+    which cannot use Ray anyway, must close it. The descriptor's number stays in use, since Ray may
+    write to it at exit.
     """
     default, collecting = socket.getdefaulttimeout(), gc.isenabled()
-    # To free a reference of Ray's may wait for a lock that another thread had at the fork.
+    # Freeing a Ray reference could wait for a lock that another thread held at the fork.
     gc.disable()
-    # Otherwise a socket object would make what this process shares with its parent non-blocking.
+    # With a default timeout, a socket object would make the shared descriptor non-blocking for the
+    # parent too.
     socket.setdefaulttimeout(None)
     with suppress(OSError):
         for entry in list(Path("/proc/self/fd").iterdir()):
@@ -91,7 +93,7 @@ def _close_inherited() -> None:
 
 
 def _is_raylet(descriptor: int) -> bool:
-    """Return whether a descriptor is a connection to a raylet, by the path of its socket."""
+    """Return whether a descriptor is a raylet connection, judged by its socket's path."""
     try:
         connection = socket.socket(fileno=descriptor)
     except OSError:

@@ -1,4 +1,4 @@
-"""The mailbox actor of a sender, and its address, which only Ray processes can use."""
+"""The mailbox actor of a sender, and its endpoint, which only Ray processes can use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import ray
 from sync_core.errors import AddressError
 from sync_plugin_ray.liveness import LivenessActor
 
-# How long a receiver that joins waits for the sender, in seconds.
+# How long a joining receiver waits for the sender, in seconds.
 _SILENCE = 5.0
 
 EventKind = Literal["joined", "answered", "lost", "left"]
@@ -27,7 +27,7 @@ class MailboxOffer:
     Args:
         version: the version.
         digest: the digest of its layout.
-        data: what was published, in a list, so that Ray hands on references as they are.
+        data: the published data, in a list, so that Ray does not resolve references in it.
     """
 
     version: int
@@ -37,27 +37,27 @@ class MailboxOffer:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """There is nothing for this receiver any more, because of ``reason``."""
+    """The receiver gets no more versions, because of ``reason``."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A receiver's event, for the sender.
+    """A receiver's message to the sender.
 
     Args:
-        kind: it came, answered about a version, found that a version's bytes were lost, or left.
-        worker_id: the worker that it is.
-        version: the version that it speaks of.
-        answer: what it answered, as `sync_core.Answer.to_message` gives it.
-        reader: its secret name.
-        actor: the handle of the actor that it runs in, if it runs in one.
-        group: the concurrency group in which that is called; empty if the receiver asks.
-        pid: its process.
-        token: of its process; see `sync_plugin_ray.liveness`.
-        data: what was published of it, and is lost.
-        reason: why it left.
+        kind: the receiver has joined, answered a version, found a version's bytes lost, or left.
+        worker_id: the receiver's worker id.
+        version: the version that the event is about.
+        answer: its answer, encoded by `sync_core.Answer.to_message`.
+        reader: the receiver's secret name.
+        actor: the handle of the actor in which it runs, if any.
+        group: the concurrency group for calls to the actor; empty if the receiver asks.
+        pid: its process id.
+        token: the token of its process; see `sync_plugin_ray.liveness`.
+        data: the lost data.
+        reason: the reason why it left.
     """
 
     kind: EventKind
@@ -74,14 +74,14 @@ class Event:
 
 
 class Mailbox(LivenessActor):
-    """Answers every worker with the newest version meant for it; an asynchronous actor.
+    """An asynchronous actor that gives each worker the newest version meant for it.
 
-    Ray runs the calls of an asynchronous actor in any order, so the sender gives all that it
-    offers each time, with a number that grows.
+    Ray runs an asynchronous actor's calls in any order. So each update has all current offers and a
+    number that increases.
 
     Args:
-        tokens: those of the workers, by id; or one for all.
-        offers: for each worker that asks the newest version meant for it; None for others.
+        tokens: the workers' tokens by id, or one token for all.
+        offers: by worker, the newest version meant for it; None for workers that do not ask.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Mailbox(LivenessActor):
         met: Mapping[int, str],
         tokens: Mapping[int, str] | None = None,
     ) -> None:
-        """Take the current offers, unless a later call has brought newer ones.
+        """Replace the offers, unless a later call has already replaced them.
 
         Args:
-            number: grows with each call.
-            offers: as above.
-            met: for each worker the newest of its receivers that the sender has heard of.
-            tokens: those of workers that were added, which have no receiver yet.
+            number: increases with each call.
+            offers: see `Mailbox`.
+            met: by worker, the newest of its receivers that the sender knows.
+            tokens: the tokens of added workers, which have no receiver yet.
         """
         for worker_id, token in (tokens or {}).items():
             self._tokens[worker_id] = token
@@ -119,22 +119,23 @@ class Mailbox(LivenessActor):
             await self._wake()
 
     async def close(self) -> None:
-        """Let every receiver know that the sender has gone."""
+        """Notify every receiver that the sender is gone."""
         self._closed = True
         await self._wake()
 
     async def events(self) -> list[Event]:
-        """Return what has happened since this was last asked; waits for something to happen."""
+        """Wait for events, and return all since the last call."""
         events = [await self._events.get()]
         while not self._events.empty():
             events.append(self._events.get_nowait())
         return events
 
     async def join(self, token: str, event: Event) -> Gone | None:
-        """A receiver takes a worker's place from the one before it.
+        """Make a receiver replace the worker's previous one.
 
-        Answers once the sender has met it and told what there is, as versions for the receiver
-        before may have travelled by calls; or is silent for so long that it may be standing still.
+        Return once the sender knows the receiver and has updated the offers, since versions for the
+        previous receiver may have come by calls. Return also if the sender stays silent, since it
+        may be stuck.
         """
         worker_id = event.worker_id
         if worker_id not in self._offers:
@@ -153,23 +154,23 @@ class Mailbox(LivenessActor):
         return None
 
     async def take(self, worker_id: int, reader: str, seen: int) -> MailboxOffer | Gone | None:
-        """The newest version for a worker, if that is not the one that it has seen."""
+        """Return the newest version for a worker, unless the worker has seen it."""
         return self._answer(worker_id, reader, seen)
 
     async def news(
         self, worker_id: int, reader: str, seen: int, seconds: float, event: Event | None = None
     ) -> MailboxOffer | None:
-        """Answer once `take` would give something, or the seconds are over.
+        """Wait until `take` would return a version or the seconds are over.
 
-        With its content, if that has no references: a late reader would keep an
-        old version in the object store.
+        The offer includes the content only if that has no references, since a late reader would
+        keep an old version in the object store.
 
         Args:
             worker_id: the worker.
             reader: the receiver that asks.
-            seen: the version that it has seen.
+            seen: the last version that it has seen.
             seconds: how long to wait.
-            event: an event to report first, which then takes no separate call.
+            event: an event to report first, which saves a call.
         """
         if event is not None:
             await self.answer(event)
@@ -185,7 +186,7 @@ class Mailbox(LivenessActor):
         return None
 
     async def answer(self, event: Event) -> None:
-        """Pass on what a receiver has to say, unless another has taken its place."""
+        """Pass a receiver's event to the sender, unless the receiver was replaced."""
         if self._is_reader(event.worker_id, event.reader):
             self._events.put_nowait(event)
 
@@ -200,7 +201,7 @@ class Mailbox(LivenessActor):
         return None if offer is None or offer.version <= seen else offer
 
     def _is_reader(self, worker_id: int, reader: str) -> bool:
-        # As secret as the token, for which it was given.
+        # The name is as secret as the token that was exchanged for it.
         known = self._readers.get(worker_id)
         return known is not None and hmac.compare_digest(known.encode(), reader.encode())
 
@@ -224,7 +225,7 @@ class MailboxEndpoint:
 
 
 class _Cluster:
-    """Unpickled before the actor's handle is, which Ray alone can read, and says less of."""
+    """Checks at unpickling, before the actor's handle, that Ray is initialised."""
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _check, ()

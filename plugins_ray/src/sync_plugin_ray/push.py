@@ -1,4 +1,4 @@
-"""Sends versions by calling into actors, through Ray's own way to run a function on an actor."""
+"""Send versions by running a function in actors."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _NOT_STARTED = (
 
 
 class PushSender(CallingTransport):
-    """Updates a model in each of some actors.
+    """Updates a model in each of several actors.
 
-    An actor that Ray restarts is lost from the end of its process on, and is given the newest
-    version again as soon as it takes calls.
+    When an actor's process ends, the worker is lost. If Ray restarts the actor, it gets the newest
+    version as soon as it takes calls.
 
     Args:
-        context: what the sender gave to `create_transport`.
-        cluster: left at the end.
-        store: where versions are put.
+        context: the sender's context for `create_transport`.
+        cluster: the cluster, left by `close`.
+        store: the store for versions.
         model_getter: see `RayOptions`.
     """
 
@@ -63,12 +63,12 @@ class PushSender(CallingTransport):
         self._model_getter = model_getter
         self._mailbox: PullSender | None = None
         self._liveness = liveness.start(liveness.LivenessActor)
-        # The token of each worker's process.
+        # By worker: the token of its process.
         self._tokens: dict[int, Any] = {}
         super().__init__(context, actors)
 
     def address(self, worker_id: int) -> Any:
-        """For one more reader of what this worker is sent: the mailbox."""
+        """Return the mailbox, for another reader of this worker's versions."""
         self._cluster.check()
         if self._mailbox is None:
             context = replace(self.context, worker_ids=tuple(self.workers))
@@ -82,7 +82,7 @@ class PushSender(CallingTransport):
         return self._mailbox.address(worker_id)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Put the payload once, and call every actor that is not busy."""
+        """Put the payload once, and call each actor that is not busy."""
         self._cluster.check()
         published = self._store.put(payload)
         deliveries = self.send_published(payload, published, worker_ids)
@@ -96,7 +96,7 @@ class PushSender(CallingTransport):
         return deliveries
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Serve one more actor, and give it the newest version that went to all."""
+        """Add an actor, and send it the newest version that went to all workers."""
         actor = _actor_of(worker)
         self._cluster.check()
         super().add_worker(worker_id, actor)
@@ -104,7 +104,7 @@ class PushSender(CallingTransport):
             self._mailbox.add_worker(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget an actor, which keeps the weights that it has."""
+        """Remove an actor, which keeps its weights."""
         super().remove_worker(worker_id)
         self._tokens.pop(worker_id, None)
         if self._mailbox is not None:
@@ -113,7 +113,7 @@ class PushSender(CallingTransport):
     def call(
         self, worker: CalledWorker, request: DeliveryRequest, content: Any
     ) -> Future[DeliveryOutcome]:
-        """Call the actor, which may refuse (max_pending_calls)."""
+        """Call the actor, which may refuse more calls (max_pending_calls)."""
         self._cluster.check()  # a call would start another Ray
         published = [] if content is None else [content.digest, *content.data]
         worker.given = published[1:]
@@ -122,7 +122,7 @@ class PushSender(CallingTransport):
         return future
 
     def endpoint(self, worker_id: int) -> Any:
-        """Return the actor of which receivers make the tokens of their processes."""
+        """Return the actor from which receivers make the tokens of their processes."""
         del worker_id
         return self._liveness
 
@@ -133,23 +133,23 @@ class PushSender(CallingTransport):
         self._tokens[worker_id] = given
 
         def ended() -> None:
-            # The actor may have another process already.
+            # The actor may run in another process already.
             if self._tokens.get(worker_id) is given:
                 self.lose(worker_id, "the process of its actor has ended")
 
         liveness.on_end(given, ended)
 
     def place_of(self, worker: CalledWorker) -> str | None:
-        """Return the method that returns the model, if that is how it is found."""
+        """Return the name of the method that returns the model, if any."""
         del worker
         return self._model_getter
 
     def explain(
         self, worker: CalledWorker, content: Any, error: Exception
     ) -> DeliveryOutcome | WorkerError:
-        """Return how a call ended; again where the actor restarts, or an object was lost."""
+        """Return the result of a failed call; retry if the actor restarts or an object is lost."""
         if isinstance(error, ray.exceptions.ActorUnavailableError):
-            # Ray restarts the actor, and holds the next call back until it is there again.
+            # Ray restarts the actor, and delays the next call until the actor is ready.
             return DeliveryOutcome(known=False)
         if isinstance(error, ray.exceptions.RayActorError):
             reason = str(error).strip().splitlines()[0]
@@ -174,7 +174,7 @@ class PushSender(CallingTransport):
 
 
 def _actor_of(worker: Any) -> ActorHandle[Any]:
-    """The actor, or the one that an object such as TorchRL's `RayTransform` holds."""
+    """Return the actor, or the actor held by an object such as TorchRL's `RayTransform`."""
     if type(worker).__module__.startswith("ray.util.client"):
         raise OptionError(
             "workers= has a handle of Ray Client (ray://…), by which no actor can be given "

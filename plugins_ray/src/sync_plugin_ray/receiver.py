@@ -1,4 +1,4 @@
-"""The receiver's side of the scheme ``ray``: asks the mailbox of its sender, or is called."""
+"""The receiver of the scheme ``ray``: it asks the sender's mailbox or is called."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from sync_plugin_ray.inbox import Inbox
 from sync_plugin_ray.mailbox import Event, EventKind, Gone, MailboxOffer
 from sync_plugin_ray.store import LOST, read
 
-# A call of the mailbox itself takes about a millisecond.
+# Spare time for calls to the mailbox, in seconds; one takes about a millisecond.
 _GRACE = 10.0
-# How long a request may wait in the mailbox, in seconds.
+# How long a request waits in the mailbox, in seconds.
 _WATCH = 30.0
-# How often a waiting receiver checks whether ray.shutdown was called; Ray has no event for it.
+# How often a waiting receiver checks for ray.shutdown, in seconds; Ray has no event for it.
 _LOOKING = 1.0
-# A version that lies here for longer is asked for again, as there may be a newer one.
+# If a reply is older than this, in seconds, the receiver asks for a newer version.
 _FRESH = 0.02
 
 
 class MailboxReceiver(ReceiverTransport):
     """Reads versions from the object store, from any process of the sender's cluster.
 
-    In an actor that has said `take_calls`, calls bring the versions, and the mailbox only the end
-    of the sender. Elsewhere the mailbox is asked for versions.
+    In an actor that has called `take_calls`, the sender's calls bring the versions, and the mailbox
+    reports only the end of the sender. Elsewhere the receiver asks the mailbox for versions.
 
     Args:
-        context: what the receiver gave to `create_transport`.
+        context: the receiver's context for `create_transport`.
 
     Raises:
-        SenderLostError: the sender is gone, or refuses this worker.
+        SenderLostError: the sender is gone or refuses this worker.
     """
 
     def __init__(self, context: TransportContext) -> None:
@@ -72,10 +72,10 @@ class MailboxReceiver(ReceiverTransport):
             raise
 
     def receive(self, timeout: float) -> Payload | None:
-        """The newest version, once there is one that was not seen."""
+        """Wait for a version that was not seen, and return the newest."""
         begin = time.monotonic()
         deadline = begin + timeout
-        # An earlier version may be outdated. A call that only looks will look again.
+        # Offers from before this call may be outdated. A call without a timeout accepts them.
         since = begin if timeout > 0 else -math.inf
         while True:
             offer = self._next(deadline, since)
@@ -85,7 +85,8 @@ class MailboxReceiver(ReceiverTransport):
             try:
                 data = self._fetch(offer, max(_left(deadline), self._timeout))
             except LOST:
-                # The sender puts it again, unless it has died, of which asking tells.
+                # The sender puts the version again, unless it has died, which the next request
+                # finds.
                 self._tell(self._event("lost", offer.version, data=offer.data))
                 time.sleep(0.05)
                 if time.monotonic() < deadline + self._timeout:
@@ -99,7 +100,7 @@ class MailboxReceiver(ReceiverTransport):
             return payload
 
     def acknowledge(self, answer: Answer) -> None:
-        """Answer the call that brought the version, or else by the mailbox."""
+        """Answer through the call that brought the version, or else through the mailbox."""
         self._answered = answer
         if self._inbox.answer(answer):
             return
@@ -111,9 +112,9 @@ class MailboxReceiver(ReceiverTransport):
             self._tell(event)
 
     def leave(self, reason: str) -> None:
-        """Notify the sender, unless that has gone.
+        """Notify the sender, unless it is gone.
 
-        With the last answer, as Ray may run this call before the one that brings it.
+        The message repeats the last answer, since Ray may run this call before that one.
         """
         last = self._answered
         event = (
@@ -125,16 +126,16 @@ class MailboxReceiver(ReceiverTransport):
             self._tell(event)
 
     def wake(self) -> None:
-        """Wait for nothing from now on."""
+        """End the current wait and all later ones."""
         self._inbox.wake()
 
     def on_arrival(self, callback: Callable[[], None]) -> bool:
-        """Have a function called by every call that hands a version in, if there are such calls."""
+        """Set a function to call for each arriving version; return False without `take_calls`."""
         self._inbox.on_arrival = callback
         return bool(self._group)
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect from the sender."""
         self._inbox.wake()
         self._hang_up()
 
@@ -144,7 +145,7 @@ class MailboxReceiver(ReceiverTransport):
         self._cluster.leave()
 
     def _next(self, deadline: float, since: float) -> MailboxOffer | None:
-        """The newest version; the mailbox is asked only when it has said that there is one."""
+        """Return the newest version; ask the mailbox only after it has announced one."""
         while True:
             self._check()
             offer = self._inbox.take(self._seen) or self._news(since)
@@ -156,7 +157,7 @@ class MailboxReceiver(ReceiverTransport):
                 return None
 
     def _news(self, since: float) -> MailboxOffer | None:
-        """Return what the mailbox has; None where it has said nothing since it was asked last."""
+        """Return the mailbox's offer; None if it has not replied since the last request."""
         if self._watch is None:
             return self._ask()
         if not self._watch.done():
@@ -209,11 +210,11 @@ class MailboxReceiver(ReceiverTransport):
 
 
 class _Watch:
-    """A request for news that waits in the mailbox while the worker does something else.
+    """A request that waits in the mailbox for a version while the worker continues.
 
     Args:
-        news: the mailbox's answer, once there is one.
-        arrived: called when there is.
+        news: the future with the mailbox's reply.
+        arrived: called when the reply arrives.
     """
 
     def __init__(self, news: Future[MailboxOffer | None], arrived: Callable[[], None]) -> None:
@@ -223,11 +224,11 @@ class _Watch:
         news.add_done_callback(self._arrive)
 
     def done(self) -> bool:
-        """Return whether the mailbox has answered."""
+        """Return whether the mailbox has replied."""
         return self._news.done()
 
     def offer(self, since: float) -> MailboxOffer | None:
-        """Return the mailbox's last answer and its time; None if it must be asked again."""
+        """Return the offer in the mailbox's reply; None if it is older than ``since`` or empty."""
         fresh = self._arrived >= max(since, time.monotonic() - _FRESH)
         if self._news.exception() is not None or not fresh:
             return None

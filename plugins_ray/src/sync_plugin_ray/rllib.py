@@ -1,7 +1,7 @@
-"""RLlib's env runners, refreshed by any scheme: its new API stack, with torch.
+"""Update RLlib's env runners with any scheme, on the new API stack with torch.
 
-The learner has the sender, and each env runner a receiver. RLlib's own way, by which weights
-travel as arrays through the driver and Ray's object store, stays for runners of evaluation.
+The learner has the sender, and each env runner has a receiver. Evaluation runners still use RLlib's
+own weight sync, which sends arrays through the driver and Ray's object store.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from sync_core import Address, OptionError, PendingSend, Receiver, Sender, SyncE
 __all__ = ["EnvRunnerWeights", "sync_env_runners"]
 
 _log = logging.getLogger("sync_core")
-# Of a learner, in its process.
+# By learner, in its process.
 _SENDERS: WeakKeyDictionary[Any, _LearnerWeights] = WeakKeyDictionary()
-# Returned, in place of a version, by a learner that has got or lost modules.
+# A learner that has added or removed modules returns this instead of a version.
 _OTHER_MODULES = 0
 
 
 def sync_env_runners(
     config: AlgorithmConfig, scheme: Any = "shm", *, timeout: float = 60.0, **options: Any
 ) -> AlgorithmConfig:
-    """Let a scheme refresh the env runners of an algorithm, in place of RLlib's own way.
+    """Update an algorithm's env runners with a scheme, instead of RLlib's own weight sync.
 
-    A runner acts with the version of the last update, or a newer one, from its next ``sample()``
-    on; neither the learner nor the driver waits. A runner that is recreated gets the newest
-    version before it samples. Call this last: it completes what the configuration has.
+    From its next ``sample()``, a runner uses the version of the last update or a newer one; neither
+    the learner nor the driver waits. A recreated runner gets the newest version before it samples.
+    Call this last, since it extends the settings in the configuration.
 
     Args:
-        config: of PPO, IMPALA, or another algorithm that refreshes by ``sync_weights`` or
-            ``sync_env_runner_states`` of its env runners; on the new API stack, with torch.
-        scheme: the name of a scheme, a chain or a plugin object, whose addresses can travel, such
-            as ``"shm"`` on one machine, ``"dist"`` and ``"ray"`` on several.
-        timeout: within how many seconds a runner gets a version; later, its ``sample()`` raises
-            and RLlib treats the runner as one that failed.
+        config: the configuration of PPO, IMPALA, or another algorithm that calls ``sync_weights``
+            or ``sync_env_runner_states`` of its env runners, on the new API stack with torch.
+        scheme: a scheme by name, a chain or a plugin object, whose addresses can be pickled, such
+            as ``"shm"`` on one machine, or ``"dist"`` and ``"ray"`` on several.
+        timeout: how long a runner waits for a version, in seconds; then its ``sample()`` raises,
+            and RLlib treats the runner as failed.
         **options: other arguments of `sync_core.Sender`, such as ``layers``, and options of the
             scheme.
 
@@ -53,8 +53,8 @@ def sync_env_runners(
         The same configuration.
 
     Raises:
-        OptionError: the old API stack, another framework, or a class of env runners that lacks
-            `EnvRunnerWeights`.
+        OptionError: the configuration uses the old API stack, another framework, or an env runner
+            class without `EnvRunnerWeights`.
 
     Example:
         >>> from ray.rllib.algorithms.ppo import PPOConfig
@@ -87,16 +87,16 @@ def sync_env_runners(
         ],
     )
     if hasattr(config, "use_env_runner_state_server"):
-        # IMPALA's runners would pull what a scheme brings already.
+        # IMPALA's runners would also pull the weights that the scheme delivers.
         config.use_env_runner_state_server = False
     return config
 
 
 class EnvRunnerWeights:
-    """Mixed into a class of env runners, before it: receives weights before it samples.
+    """A mixin for env runner classes: receives weights before each sample. List it first.
 
     Attributes:
-        weights_version: the version with which the runner acts; 0 for that of its start.
+        weights_version: the runner's current version; 0 for its initial weights.
 
     Example:
         >>> from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
@@ -112,20 +112,20 @@ class EnvRunnerWeights:
 
     @property
     def weights_version(self) -> int:
-        """The version with which the runner acts."""
+        """The runner's current version."""
         return 0 if self._receiver is None else self._receiver.version
 
     def weight_names(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the tensors of each module that the runner has, by its id."""
+        """Return, by module id, the names of the tensors in each of the runner's modules."""
         return {mid: tuple(module.state_dict()) for mid, module in self._modules().items()}
 
     def connect_weights(self, address: Address, timeout: float, module_ids: Sequence[str]) -> None:
-        """Receive from this address from now on.
+        """Receive from an address from now on.
 
         Args:
-            address: of the learner's sender.
-            timeout: seconds within which an expected version comes.
-            module_ids: of the modules that the sender sends.
+            address: the address of the learner's sender.
+            timeout: how long to wait for an expected version, in seconds.
+            module_ids: the ids of the modules that are sent.
         """
         self._connected = address, timeout, module_ids
         self._seconds = timeout
@@ -135,15 +135,15 @@ class EnvRunnerWeights:
         self._receiver = Receiver(address, models, timeout=timeout)
 
     def expect_weights(self, version: int) -> None:
-        """Sample with this version or a newer one from now on.
+        """Require this version or a newer one for all later samples.
 
         Args:
-            version: as `Sender.version` counts.
+            version: the version, as counted by `Sender.version`.
         """
         self._expected = version
 
     def receive_weights(self) -> None:
-        """Commit the newest version, and wait for one that is expected.
+        """Commit the newest version; wait for the expected one.
 
         Raises:
             SyncError: the expected version did not come in time.
@@ -158,18 +158,18 @@ class EnvRunnerWeights:
             )
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Receive weights, and sample as RLlib does."""
+        """Receive weights, and then sample as RLlib does."""
         self.receive_weights()
         return super().sample(*args, **kwargs)  # type: ignore[misc]
 
     def make_module(self) -> None:
-        """Make the module as RLlib does; one that was connected is connected again."""
+        """Make the module as RLlib does, and reconnect it if it was connected before."""
         super().make_module()  # type: ignore[misc]
         if self._connected is not None:
             self.connect_weights(*self._connected)
 
     def stop(self) -> None:
-        """Stop as RLlib does, and leave the sender."""
+        """Stop as RLlib does, and disconnect from the sender."""
         self._disconnect()
         super().stop()  # type: ignore[misc]
 
@@ -184,16 +184,16 @@ class EnvRunnerWeights:
 
 
 class SingleAgentRunner(EnvRunnerWeights, SingleAgentEnvRunner):
-    """RLlib's env runner for one agent, with weights by a scheme."""
+    """RLlib's env runner for one agent, updated by a scheme."""
 
 
 class MultiAgentRunner(EnvRunnerWeights, MultiAgentEnvRunner):
-    """RLlib's env runner for several agents, with weights by a scheme."""
+    """RLlib's env runner for several agents, updated by a scheme."""
 
 
 @dataclass(frozen=True)
 class _Setup:
-    """Connects an algorithm's env runners with its learner when the algorithm is made."""
+    """A callback that connects a new algorithm's env runners to its learner."""
 
     scheme: Any
     timeout: float
@@ -204,9 +204,9 @@ class _Setup:
 
 
 class _WeightSync:
-    """Takes the place of RLlib's own weight sync, in the driver.
+    """Replaces RLlib's own weight sync in the driver.
 
-    Worker 0 is the runner in the driver, and the others have RLlib's indices.
+    Worker 0 is the runner in the driver; the other worker ids are RLlib's indices.
     """
 
     def __init__(self, algorithm: Any, setup: _Setup) -> None:
@@ -221,7 +221,7 @@ class _WeightSync:
         self._refresh()
 
     def _open(self) -> None:
-        """Make a sender of the modules that learners and runners share, and connect the runners."""
+        """Make a sender for the modules that learners and runners share; connect the runners."""
         local = self._group.local_env_runner
         remote = self._group.healthy_worker_ids()
         if local is not None:
@@ -236,7 +236,7 @@ class _WeightSync:
         self.connect(ids)
 
     def connect(self, ids: Sequence[int]) -> None:
-        """Connect runners with the sender, which gives each the newest version."""
+        """Connect runners to the sender, which sends each the newest version."""
         for worker_id in ids:
             address = self._addresses.get(worker_id)
             if address is None:
@@ -253,7 +253,7 @@ class _WeightSync:
     def sync_weights(
         self, *args: Any, from_worker_or_learner_group: Any = None, **kwargs: Any
     ) -> None:
-        """As `EnvRunnerGroup.sync_weights`; by the scheme where it is from the learners."""
+        """Replace `EnvRunnerGroup.sync_weights`: send the learners' weights with the scheme."""
         if from_worker_or_learner_group is self._learners:
             self._refresh()
         else:
@@ -261,13 +261,13 @@ class _WeightSync:
             self._sync_weights(*args, **kwargs)
 
     def sync_states(self, *, rl_module_state: Any = None, **kwargs: Any) -> None:
-        """As `EnvRunnerGroup.sync_env_runner_states`; weights go by the scheme."""
+        """Replace `EnvRunnerGroup.sync_env_runner_states`: send weights with the scheme."""
         self._sync_states(**kwargs)
         if rl_module_state is not None:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Send the learner's weights, and let the runners wait for them before they sample."""
+        """Send the learner's weights, and make the runners wait for them before they sample."""
         version = self._first(_send)
         if version == _OTHER_MODULES:
             self._open()
@@ -293,21 +293,22 @@ class _WeightSync:
             )
 
     def _first(self, call: Callable[[Any], Any]) -> Any:
-        """Call a function with each learner, and return what it gave for the one that sends."""
+        """Call a function with each learner, and return the result of the sending one."""
         results = [each.get() for each in self._learners.foreach_learner(call)]
         return next(result for result in results if result is not None)
 
 
 class _LearnerWeights:
-    """The sender of a learner, in the learner's process.
+    """Sends a learner's weights, in the learner's process.
 
     Args:
         learner: the learner.
-        setup: what the sender is made from.
-        worker_ids: of the runners.
-        names: of what runners have of each module; None where no runner is there to tell.
-        before: what it takes the place of; closed by the first `send`, as runners sample with it
-            until they are connected with this one.
+        setup: the arguments for the sender.
+        worker_ids: the worker ids of the runners.
+        names: by module id, the names of the tensors that runners have; None if there is no runner
+            to ask.
+        before: the sender that this one replaces. The first `send` closes it, since runners use it
+            until they are connected to this one.
     """
 
     def __init__(
@@ -336,13 +337,14 @@ class _LearnerWeights:
 
     @property
     def module_ids(self) -> tuple[str, ...]:
-        """Return the ids of the modules that are sent."""
+        """The ids of the modules that are sent."""
         return tuple(self._names)
 
     def send(self, learner: Any) -> int:
-        """Send, without waiting for the runners, and return the version.
+        """Start sending without waiting for the runners, and return the version.
 
-        Nothing is sent where the learner has got or lost modules: the sender's layout lacks them.
+        If the learner has added or removed modules, send nothing, since they do not match the
+        sender's layout.
         """
         if set(learner.module.keys()) != self._learned:
             return _OTHER_MODULES
@@ -386,7 +388,7 @@ def _open_sender(
     worker_ids: Sequence[int],
     names: Mapping[str, tuple[str, ...]] | None,
 ) -> tuple[tuple[str, ...], dict[int, Address]] | None:
-    """Make the sender, in the first learner, in place of the one before; others return None."""
+    """Replace the sender, in the first learner; other learners return None."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return None
     weights = _LearnerWeights(learner, setup, worker_ids, names, _SENDERS.get(learner))
@@ -410,7 +412,7 @@ def _send(learner: Any) -> int | None:
 def _connect_recreated(
     *, algorithm: Any, env_runner_indices: Sequence[int], is_evaluation: bool, **_: Any
 ) -> None:
-    """Connect runners that RLlib has restarted."""
+    """Connect the runners that RLlib has restarted."""
     if not is_evaluation:
         _log.info("env runners %s were recreated; they get the newest weights", env_runner_indices)
         algorithm.weight_sync.connect(env_runner_indices)

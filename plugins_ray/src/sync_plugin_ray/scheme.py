@@ -1,4 +1,4 @@
-"""The scheme ``ray``: calls into actors, or a mailbox that receivers anywhere in a cluster ask."""
+"""The scheme ``ray``: call actors, or serve receivers in a cluster from a mailbox."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class RayOptions:
     """Options of the scheme ``ray``.
 
     Args:
-        model_getter: the name of a method of the actors that returns the model; None to find the
-            model at ``model_id``. For a sender that is given ``workers``.
-        tensor_transport: one of Ray's direct transports, such as ``"nixl"``; None for the object
-            store.
-        ray_init_config: arguments for `ray.init` where Ray is not initialised yet.
+        model_getter: the name of an actor method that returns the model, for a sender with
+            ``workers``; None to find the model at ``model_id``.
+        tensor_transport: a direct transport of Ray, such as ``"nixl"``; None for the object store.
+        ray_init_config: arguments for `ray.init`, if Ray is not initialised yet.
     """
 
     model_getter: str | None = None
@@ -36,11 +35,11 @@ class RayOptions:
 
 
 class RayScheme:
-    """Weights are put into the object store once, and every worker reads that one object.
+    """Puts weights into the object store once, for all workers to read.
 
-    With ``workers=actors`` the sender updates the object at ``model_id`` in each actor, whatever
-    its class; an object that holds its actor as ``_actor`` stands for that actor.
-    Otherwise workers connect by their addresses, from any process of the cluster.
+    With ``workers=actors`` the sender updates the object at ``model_id`` in each actor, of any
+    class. Instead of an actor, an object with the actor as its ``_actor`` can be given. Without
+    ``workers``, workers connect with addresses, from any process of the cluster.
     """
 
     capabilities = frozenset(
@@ -58,7 +57,7 @@ class RayScheme:
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The sender's or a receiver's side."""
+        """Return the sender's or a receiver's transport."""
         if isinstance(context.endpoint, HandedTransport):
             return context.endpoint
         if context.side == "receiver":
@@ -78,6 +77,6 @@ class RayScheme:
             raise
 
     def findings(self, context: FindingsContext) -> Iterator[Finding]:
-        """Return problems of the cluster that a sender would join; none is started."""
+        """Return problems of the cluster that a sender would join, without starting one."""
         config = context.parse_options(RayOptions).ray_init_config or {}
         return findings.find(config.get("address"))

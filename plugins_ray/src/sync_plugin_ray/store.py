@@ -1,4 +1,4 @@
-"""Payloads in Ray's object store, whole or in chunks."""
+"""Put payloads into Ray's object store, and read them from it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from sync_core import CapacityError, Layout, OptionError, Payload
 from sync_core.errors import PayloadError
 from sync_core.transports import Block
 
-# Tensors of so many bytes are put from where they are; the others are packed together first.
+# Tensors of at least this size, in bytes, are put without a copy; smaller ones are packed together
+# first.
 _LARGE = 1 << 18
-# Ray aligns each piece to 64 bytes, as a layout does its tensors.
+# The alignment of pieces in Ray and of tensors in a layout, in bytes.
 _ALIGNMENT = 64
-# Those of more than a megabyte it copies with threads that it starts for each, which takes longer.
+# The size of a piece, in bytes: to copy larger ones, Ray starts threads, which takes longer.
 _PIECE = 1 << 20
-# From so many bytes on, its own object, put by its own thread, is worth its cost.
+# From this size, in bytes, putting half of a version as a second object on a second thread is
+# faster.
 _WORTHWHILE = 8 << 20
 
 Array = np.ndarray[Any, Any]
 
 
 class Cutter:
-    """Makes the pieces of one payload after the other."""
+    """Splits payloads into pieces, one payload at a time."""
 
     def __init__(self) -> None:
         self._block = Block.allocate(0)
@@ -41,16 +43,16 @@ class Cutter:
         self._halves: list[slice] = []
 
     def cut(self, payload: Payload) -> list[list[Array]]:
-        """The payload's bytes: views of its large tensors, and between them what was packed.
+        """Return the payload's bytes: views of large tensors, and packed small ones.
 
-        They are good until the tensors change, or the next payload is cut.
+        The pieces are valid until the tensors change or the next payload is cut.
 
         Returns:
-            One stretch of pieces; or two of about the same size, with whole tensors in each.
+            One list of pieces, or two of about the same size with whole tensors in each.
         """
         layout = payload.layout
         if payload.bodies:
-            # A few large pieces: for those, the threads that Ray starts are worth it.
+            # A few large pieces, for which Ray's copy threads are worth their start.
             header = np.frombuffer(layout.header, dtype=np.uint8)
             return [[header, *(body.numpy() for body in payload.bodies)]]
         tensors = payload.tensors
@@ -59,7 +61,8 @@ class Cutter:
             self._large = [i for i, spec in enumerate(layout.specs) if _is_large(spec.nbytes)]
             self._halves = _halves(layout)
         if self._block.nbytes < payload.nbytes:
-            # Memory is taken as it is written to, so what is never packed costs none.
+            # Unused parts of the block take no memory, since pages are allocated on the first
+            # write.
             self._block = Block.allocate(payload.nbytes)
         alone = [i for i in self._large if _is_plain(tensors[i])]
         others = sorted(set(range(len(tensors))).difference(alone)) if alone else None
@@ -76,10 +79,10 @@ class Cutter:
 
 
 def join(pieces: list[Any]) -> Array:
-    """The bytes that were cut, where they lie if they lie one after the other.
+    """Join pieces, without a copy if they are contiguous in memory.
 
     Raises:
-        PayloadError: they are not bytes.
+        PayloadError: the pieces are not bytes.
     """
     try:
         arrays = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
@@ -91,12 +94,12 @@ def join(pieces: list[Any]) -> Array:
         raise PayloadError(f"what was published is not a payload, but a {found}") from error
     if ends[:-1] != addresses[1:]:
         return np.concatenate(arrays)
-    # Every piece keeps the whole object in memory, and the result keeps the first piece.
+    # The result keeps the first piece alive, and each piece keeps the whole object alive.
     return np.lib.stride_tricks.as_strided(arrays[0], shape=size, writeable=False)
 
 
 def _halves(layout: Layout) -> list[slice]:
-    """The payload's bytes, in two halves where each is worth an object."""
+    """Return slices of the payload: two halves if each is large enough for an object."""
     size = layout.nbytes
     if size >= 2 * _WORTHWHILE:
         starts = (len(layout.header) + spec.offset for spec in layout.specs)
@@ -132,21 +135,22 @@ def _bytes_of(tensor: Tensor) -> Array:
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
-#: What reading an object raises when its bytes are nowhere any more.
+#: The exceptions from reading an object whose bytes are lost.
 LOST = (ray.exceptions.ObjectLostError, ray.exceptions.OwnerDiedError)
 
-# Smaller versions travel inside the calls themselves, which is several times faster than an object.
+# Smaller versions, in bytes, are sent inside the calls, which is several times faster than an
+# object.
 _INLINE = 1 << 16
 
 
 class StoredVersion:
-    """One version, in a form that every worker is given alike.
+    """A published version, in the same form for all workers.
 
     Args:
         version: the version.
         digest: the digest of its layout.
         nbytes: its size.
-        data: its bytes; or the references to its objects, of which a large version has two.
+        data: its bytes, or the references to its objects; a large version has two.
         tensor_transport: see `ObjectStore`.
     """
 
@@ -164,19 +168,18 @@ class StoredVersion:
         self.data = data
         self._tensor_transport = tensor_transport
         self._puts_left = 3
-        # A view of the stored bytes, which keeps them in this node's memory whatever happens to
-        # the object.
+        # A view that keeps the bytes in this node's memory, even if Ray loses the object.
         self._pinned = [] if self.travels_in_calls else ray.get(data)
 
     @property
     def travels_in_calls(self) -> bool:
-        """Return whether it is bytes, and no objects of the store."""
+        """True if the data is the bytes themselves, not references to objects."""
         return isinstance(self.data[0], bytes)
 
     def put_again(self, lost: list[Any]) -> bool:
-        """Put the same bytes as new objects, unless that was done since ``lost`` was.
+        """Put the bytes again as new objects, unless ``lost`` was already replaced.
 
-        False when that was done too often already.
+        Return False if they were put too often already.
         """
         if self.data == lost:
             if self._puts_left == 0:
@@ -187,15 +190,15 @@ class StoredVersion:
 
 
 class ObjectStore:
-    """The store of versions.
+    """Puts versions into Ray's object store.
 
     Args:
         nbytes: the size of a version, in bytes.
-        tensor_transport: one of Ray's direct transports; None for the object store.
+        tensor_transport: a direct transport of Ray; None for the object store.
 
     Raises:
         CapacityError: a version is larger than this node's object store.
-        OptionError: this Ray does not have that transport.
+        OptionError: this release of Ray does not have the transport.
     """
 
     def __init__(self, nbytes: int, tensor_transport: str | None) -> None:
@@ -212,10 +215,10 @@ class ObjectStore:
             )
 
     def put(self, payload: Payload) -> StoredVersion:
-        """Pack a payload and put it.
+        """Pack a payload and put it into the store.
 
         Raises:
-            CapacityError: the object store has no room for it.
+            CapacityError: the object store has no room for the payload.
         """
         stretches = self._cutter.cut(payload)
         data: list[Any]
@@ -232,7 +235,7 @@ class ObjectStore:
 
 
 def read(data: Sequence[Any]) -> Block:
-    """Return what was published, as a block; it lives as long as anything that views it."""
+    """Return published data as a block, which lives as long as any view of it."""
     if isinstance(data[0], bytes):
         return Block.of_bytes(data[0])
     return Block(*map(_memory_of, data))
@@ -245,25 +248,25 @@ def _memory_of(data: Any) -> Tensor:
         return data
     joined = join(data)
     with warnings.catch_warnings():
-        # torch warns that it does not know of read-only memory; nothing here writes to it.
+        # torch warns about read-only memory, but nothing here writes to it.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(joined, dtype=torch.uint8)
 
 
 def _put_all(values: Sequence[Any], tensor_transport: str | None) -> list[ray.ObjectRef[Any]]:
-    """Put each value, all at once: memory can be written faster than one thread writes it."""
+    """Put all values in parallel, since one thread does not use the full memory bandwidth."""
     first, *others = values
     putting = [_put_aside(other, tensor_transport) for other in others]
     try:
         return [_put(first, tensor_transport), *(each.result() for each in putting)]
     finally:
-        # The array is written to as soon as this returns; and an error holds no object.
+        # Wait for all, since the caller reuses the memory. An error must not hold an object.
         wait(putting)
         putting.clear()
 
 
 def _put_aside(value: Any, tensor_transport: str | None) -> Future[ray.ObjectRef[Any]]:
-    """Put a value in a thread; no executor's, which take nothing once the main thread has ended."""
+    """Put a value on a new thread: an executor fails once the main thread has ended."""
     done: Future[ray.ObjectRef[Any]] = Future()
 
     def put() -> None:
@@ -275,14 +278,14 @@ def _put_aside(value: Any, tensor_transport: str | None) -> Future[ray.ObjectRef
     try:
         threading.Thread(target=put, name="sync-ray-put").start()
     except RuntimeError:
-        put()  # no more threads can start, as the process ends
+        put()  # no thread can start while the process ends
     return done
 
 
 def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:
     try:
         if tensor_transport is None:
-            # As arrays, each would be made into one again by every reader.
+            # As buffers: every reader would have to rebuild arrays.
             return ray.put([PickleBuffer(piece) for piece in value])
         return ray.put(value, _tensor_transport=tensor_transport)
     except ray.exceptions.ObjectStoreFullError as error:
@@ -293,7 +296,7 @@ def _put(value: Any, tensor_transport: str | None) -> ray.ObjectRef[Any]:
 
 
 def _capacity() -> int:
-    """The size of this node's object store, in bytes."""
+    """Return the size of this node's object store, in bytes."""
     here = ray.get_runtime_context().get_node_id()
     resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
     return int(resources.get("object_store_memory", 0))

@@ -1,4 +1,4 @@
-"""One worker of a Ray group, as its group sees it: the actor, and the calls it has not answered."""
+"""The group's side of a Ray worker: its actor and its pending calls."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from sync_plugin_ray.host import (
     encode,
 )
 
-# How often a worker's thread checks whether ray.shutdown was called; Ray has no event for it.
+# How often a worker's thread checks for ray.shutdown, in seconds; Ray has no event for it.
 _LOOKING = 1.0
 
-# Each receiver of a worker may have a call of its sender waiting.
+# Threads by concurrency group: a call of its sender may be waiting for each receiver.
 _GROUPS = {BESIDE: 2, WEIGHTS: 8}
 _HOST: Any = ray.remote(concurrency_groups=_GROUPS)(Host)  # type: ignore[call-overload]
 
@@ -42,16 +42,16 @@ class _Call:
 
 
 class ActorWorker:
-    """One actor, and the thread that ends the futures of its calls.
+    """An actor, and the thread that completes the futures of its calls.
 
-    Ray's own threads only queue what they learn, as users' callbacks may take their time.
+    Ray's own threads only queue results, since users' callbacks may be slow.
 
     Args:
-        cluster: where the actor runs.
-        worker_id: given to the factory, and named by the errors.
-        factory_name: what to call the factory in messages.
-        factory: a pickled call of it.
-        options: for `ActorClass.options`.
+        cluster: the cluster for the actor.
+        worker_id: the worker's id, for the factory and for errors.
+        factory_name: the factory's name in messages.
+        factory: the pickled call of the factory.
+        options: arguments for `ActorClass.options`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ActorWorker:
         self.worker_id = worker_id
         self.options = options
         self._cluster = cluster
-        # Reentrant, as the garbage collector may end a forgotten group in any of its threads.
+        # Reentrant, since the garbage collector may end a forgotten group on any of its threads.
         self._lock = threading.RLock()
         self._calls: dict[_Call, None] = {}
         self._running: _Call | None = None
@@ -91,7 +91,7 @@ class ActorWorker:
 
     @property
     def placed(self) -> bool:
-        """Return whether the actor has got its resources and begun."""
+        """True if the actor has its resources and has started."""
         return self._begun.done() and self._begun.exception() is None
 
     def call(
@@ -108,10 +108,10 @@ class ActorWorker:
         return self._post(name, lambda: self._actor.run.remote(message))
 
     def ask_to_end(self) -> Future[None] | None:
-        """Let the call in progress finish, and no other begin.
+        """Let the call in progress finish, and start no other.
 
         Returns:
-            A future that ends when its object is closed; None where there is nothing to
+            A future that completes when the worker's object is closed; None if there is nothing to
             wait for.
         """
         self._ending = True
@@ -122,16 +122,16 @@ class ActorWorker:
         return closed
 
     def kill(self) -> None:
-        """End the actor by force; one that is dead already, too."""
+        """Kill the actor, if it is not dead already."""
         self._ending = True
         if self._cluster.connected:
             ray.kill(self._actor)
 
     def join(self, deadline: float) -> None:
-        """After `kill`: wait until Ray says so and every call has ended."""
+        """After `kill`, wait until Ray reports the death and every call has ended."""
         if self._cluster.connected:
             self._dead.wait(max(0.0, deadline - time.monotonic()))
-        # What this thread is at delivers the rest when its callback returns.
+        # Called from a callback on this thread, which delivers the rest after it returns.
         if self._thread is threading.current_thread():
             return
         self._events.put(None)
@@ -140,9 +140,9 @@ class ActorWorker:
 
     def _post(self, name: str, submit: Callable[[], Any]) -> Future[Any]:
         call = _Call(name, Future())
-        # Once submitted, a call cannot be taken back: cancel() is to answer False.
+        # A submitted call cannot be cancelled, so cancel() must return False.
         call.future.set_running_or_notify_cancel()
-        # One lock around both, so that the order of submission is that of the futures.
+        # One lock around both, so that calls are submitted in the order of their futures.
         with self._lock:
             if self._lost is None and self._dead.is_set():
                 self._lost = self._epitaph
@@ -217,7 +217,7 @@ class ActorWorker:
             _settle_outcome(call, self.worker_id, decode(answer))
 
     def _lose(self, reason: str) -> None:
-        """Fail every call, and each one from now on."""
+        """Fail all pending and all later calls."""
         with self._lock:
             if self._lost is None:
                 self._lost = reason
@@ -228,7 +228,7 @@ class ActorWorker:
             call.future.set_exception(self._lost_error(call, reason, None))
 
     def _note_running(self) -> None:
-        # What waited for a place was not running when it was stopped.
+        # A worker that was never placed was not running when it was stopped.
         started = self.placed or not self._ending
         if self._running is None and self._calls and started:
             self._running = next(iter(self._calls))
@@ -241,7 +241,7 @@ class ActorWorker:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return what to call the function in a message."""
+    """Return the function's name for messages."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return getattr(function, "__qualname__", None) or repr(function)
