@@ -1,4 +1,4 @@
-"""Weights over torch.distributed and torch RPC: schemes ``dist`` and ``rpc``, found by name."""
+"""Deliver weights over torch.distributed (``dist``) and torch RPC (``rpc``)."""
 
 from torch import distributed
 

@@ -1,4 +1,4 @@
-"""Cuts a payload into chunks, packs one while earlier ones are sent, and sums them up."""
+"""Split a payload into parts, pack and hash them while earlier parts are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sync_core.transports import Block
 
 
 def cut(block: Block, nbytes: int, part_nbytes: int) -> list[Tensor]:
-    """The first bytes of a block, as parts that are sent one after the other.
+    """Split the first bytes of a block into parts.
 
     Example:
         >>> [len(part) for part in cut(Block.allocate(1000), 900, 400)]
@@ -26,16 +26,16 @@ def cut(block: Block, nbytes: int, part_nbytes: int) -> list[Tensor]:
     return list(block.memory[:nbytes].split(part_nbytes))
 
 
-# One thread sums up 1 to 2 GB/s, where the processor has instructions for SHA-256.
+# One thread hashes 1 to 2 GB/s on processors with SHA-256 instructions.
 _SUMMING_THREADS = 4
-# Less than that is summed up before a thread could begin.
+# Smaller parts, in bytes, are hashed faster than a thread could start.
 _SMALL_NBYTES = 1 << 17
 
 
 class PartSums:
-    """The SHA-256 of the SHA-256 of each part of a version, summed up while further parts come.
+    """Computes the SHA-256 over the SHA-256 of each part, while later parts arrive.
 
-    No member of a broadcast can make other bytes that have the same. Used as a context manager,
+    So no member of a broadcast can forge the parts that it passes on. Use it as a context manager,
     which ends its threads.
 
     Example:
@@ -52,11 +52,11 @@ class PartSums:
 
     @property
     def count(self) -> int:
-        """Return how many parts were added."""
+        """The number of parts added so far."""
         return len(self._sums)
 
     def add(self, part: Tensor) -> None:
-        """Sum up the next part, which must stay as it is until `result`."""
+        """Add the next part, which must not change until `result`."""
         if part.nbytes < _SMALL_NBYTES:
             self._sums.append(_sum(part))
             return
@@ -65,7 +65,7 @@ class PartSums:
         self._sums.append(self._pool.submit(_sum, part))
 
     def result(self) -> str:
-        """Return the sum of the parts that were added."""
+        """Return the hash of all parts."""
         sums = [each if isinstance(each, bytes) else each.result() for each in self._sums]
         return hashlib.sha256(b"".join(sums)).hexdigest()
 
@@ -83,11 +83,11 @@ def _sum(part: Tensor) -> bytes:
 
 
 def pack(payload: Payload, block: Block, part_nbytes: int) -> Iterator[int]:
-    """Pack a payload from its beginning, and give from time to time how many bytes are done.
+    """Pack a payload from its beginning; yield the number of packed bytes from time to time.
 
-    Small tensors are packed together; one larger than a part is packed bit by bit, so that what
-    was packed is still in the processor's cache when it is sent. So is the whole of a model whose
-    tensors lie side by side.
+    Small tensors are packed together. A tensor larger than a part is packed in steps, so that
+    packed bytes are sent while they are still in the processor's cache. The same holds for a model
+    whose tensors are contiguous in memory.
 
     Example:
         >>> block, tensor = Block.allocate(1 << 20), torch.ones(600)
@@ -120,7 +120,7 @@ def _pack_large(target: Tensor, source: Tensor, end: int, part_nbytes: int) -> I
             target.copy_(source)
         yield end
         return
-    # One thread copies: several of torch would wait for each other, and for those that send.
+    # One thread copies: several torch threads would wait for each other and for sending threads.
     to, of = _bytes(target), _bytes(source)
     for done in range(0, max(1, len(to)), part_nbytes):
         np.copyto(to[done : done + part_nbytes], of[done : done + part_nbytes])
@@ -129,13 +129,13 @@ def _pack_large(target: Tensor, source: Tensor, end: int, part_nbytes: int) -> I
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     plain = tensor.detach().resolve_conj().resolve_neg()
-    # A single element is contiguous whatever its stride, which a view of its bytes has to lose.
+    # A tensor with one element may have any stride, with which a view of its bytes would fail.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 @lru_cache(maxsize=16)
 def _groups(layout: Layout, part_nbytes: int) -> list[tuple[int, int, int]]:
-    """Tensors that are packed together: the first, the one after the last, where they end."""
+    """Group the tensors to pack together: the first, the one after the last, and their end."""
     start = len(layout.header)
     groups: list[tuple[int, int, int]] = []
     first = begin = end = 0

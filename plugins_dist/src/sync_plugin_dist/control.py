@@ -1,4 +1,4 @@
-"""A receiver's connection to its sender: messages in their order, until the sender is gone."""
+"""A receiver's control connection to its sender."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sync_plugin_std.local import (
 
 
 def connect(context: TransportContext) -> socket.socket:
-    """A connection to the sender, over a unix socket where there is one and it is this user's.
+    """Connect to the sender, over its unix socket if this host has that and this user owns it.
 
     Raises:
-        SenderLostError: there is no answer.
+        SenderLostError: the sender does not answer.
     """
     return _connect_locally(context) or _connect_over_tcp(context)
 
@@ -59,11 +59,11 @@ _BEGINS_AGAIN = ("again", "gone")
 
 
 class ControlChannel:
-    """Messages to and from a sender; a wire's `Control`.
+    """Sends and receives messages; also the `Control` of a process group.
 
     Args:
-        connection: a connected socket, owned from now on.
-        put_key: takes the messages by which ends of wires find each other; they overtake others.
+        connection: a connected socket, which this object closes.
+        put_key: called with each message that has a rendezvous key; such messages skip the queue.
     """
 
     def __init__(self, connection: socket.socket, put_key: Callable[[Message], None]) -> None:
@@ -72,11 +72,11 @@ class ControlChannel:
         self._messages: deque[Message] = deque()
 
     def register(self, poll: select.poll) -> None:
-        """Have a poll wait for messages, and for the sender's end."""
+        """Make a poll object wait for messages and for the end of the sender."""
         self.channel.register(poll)
 
     def interrupts(self) -> bool:
-        """Return whether the sender gives up the transfer, or is gone."""
+        """Return whether the sender has given up the transfer or is gone."""
         try:
             self.channel.read()
         except ConnectionError:
@@ -86,7 +86,7 @@ class ControlChannel:
         return self.begins_again()
 
     def begins_again(self) -> bool:
-        """Return whether that was among what was read."""
+        """Return whether an ``again`` message was read."""
         return any(message.get("type") in _BEGINS_AGAIN for message in self._messages)
 
     def send(self, message: Message) -> None:
@@ -101,10 +101,10 @@ class ControlChannel:
             raise SenderLostError(f"the sender is gone: {error}") from error
 
     def hear(self, timeout: float) -> Message | None:
-        """The next message, or None when none came in time.
+        """Return the next message, or None if none comes in time.
 
         Raises:
-            SenderLostError: the sender is gone, or says that it goes.
+            SenderLostError: the sender is gone or has announced its end.
         """
         deadline = time.monotonic() + timeout
         while not self._messages:
@@ -116,7 +116,7 @@ class ControlChannel:
         return message
 
     def read_one(self, timeout: float) -> bool:
-        """Return whether something came in time; it is kept, or was a key.
+        """Read and sort in one message; return whether one came in time.
 
         Raises:
             SenderLostError: the sender is gone.
@@ -130,7 +130,7 @@ class ControlChannel:
         return message is not None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self.channel.close()
 
     def _sort(self, message: Message) -> None:

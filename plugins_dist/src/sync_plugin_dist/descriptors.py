@@ -1,7 +1,8 @@
-"""A check that this process may open the descriptors that gloo needs.
+"""Check that this process can open the file descriptors that gloo needs.
 
-gloo ends the process where it cannot accept a connection, in its own thread
-(https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/listener.cc), so that is asked before.
+If gloo cannot accept a connection, it ends the process on its own thread
+(https://github.com/pytorch/gloo/blob/main/gloo/transport/tcp/listener.cc), so this check comes
+first.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import errno
 import os
 
-# A wire of n ends takes n + 3 in each of them, and some more while it is made.
+# A process group of n members takes n + 3 descriptors in each, and some more at its start.
 _BESIDE = 8
 
 
 def enough_descriptors(size: int) -> bool:
-    """Return whether there are enough for a wire with so many ends.
+    """Return whether enough descriptors are free for a process group of this size.
 
     Example:
         >>> enough_descriptors(2)
@@ -34,7 +35,7 @@ def enough_descriptors(size: int) -> bool:
 
 
 def advice(size: int) -> str:
-    """Return what to type where there are not."""
+    """Return the advice for an error about too few descriptors."""
     return (
         f"this process may open too few file descriptors to connect {size} processes; "
         "type: ulimit -n 4096"

@@ -1,4 +1,4 @@
-"""Findings for `sync-core doctor`: the network, and NCCL without a GPU."""
+"""Check the network, and NCCL without a GPU, for `sync-core doctor`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sync_core.hooks import Finding
 from sync_plugin_dist.options import DistOptions
 from sync_plugin_dist.protocol import listen
 
-# Of torch.distributed's gloo and of torch RPC. NCCL's own takes patterns, and reports them itself.
+# The variables of gloo and torch RPC. NCCL's variable has patterns, which NCCL checks itself.
 _INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-# Variables that are set to use a GPU; container images set other ones.
+# Variables that show that a user wants a GPU; container images set other ones.
 _FOR_A_GPU = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")
 _NO_DEVICES = ("", "-1", "NoDevFiles")
 
 
 def find(options: DistOptions) -> Iterator[Finding]:
-    """All of it, for a sender with these options."""
+    """Yield all findings for a sender with these options."""
     yield from host_name(socket.gethostname())
     yield from interfaces(os.environ, {name for _, name in socket.if_nameindex()})
     yield from gpu(os.environ, seen=torch.cuda.is_available())
@@ -29,7 +29,7 @@ def find(options: DistOptions) -> Iterator[Finding]:
 
 
 def listening(host: str, port: int) -> Iterator[Finding]:
-    """An address or a port on which a sender of this machine cannot listen.
+    """Yield a finding if a sender cannot listen on an address and port.
 
     Args:
         host: the address that workers connect to.
@@ -37,7 +37,7 @@ def listening(host: str, port: int) -> Iterator[Finding]:
     """
     try:
         listen(host, port).close()
-    # A name that is too long for the resolver is refused by a codec.
+    # Python's codec rejects names that are too long for the resolver.
     except (OSError, UnicodeError) as error:
         code = getattr(error, "errno", None)
         if code == errno.EADDRINUSE:
@@ -62,10 +62,10 @@ def listening(host: str, port: int) -> Iterator[Finding]:
 
 
 def host_name(name: str) -> Iterator[Finding]:
-    """A name of this machine that leads to no address, by which gloo and RPC would choose one."""
+    """Yield a finding if the host name, by which gloo and RPC choose an address, has none."""
     try:
         socket.getaddrinfo(name, None)
-    # A name that is too long for the resolver is refused by a codec.
+    # Python's codec rejects names that are too long for the resolver.
     except (OSError, UnicodeError) as error:
         yield Finding(
             "host name",
@@ -76,11 +76,11 @@ def host_name(name: str) -> Iterator[Finding]:
 
 
 def interfaces(environment: Mapping[str, str], present: Collection[str]) -> Iterator[Finding]:
-    """Environment variables that name a network interface which this machine lacks.
+    """Yield a finding for each environment variable with an unknown network interface.
 
     Args:
         environment: the environment variables.
-        present: the names of the interfaces that there are.
+        present: the names of this machine's interfaces.
     """
     for variable in _INTERFACE_NAMES:
         names = filter(None, environment.get(variable, "").split(","))
@@ -94,11 +94,11 @@ def interfaces(environment: Mapping[str, str], present: Collection[str]) -> Iter
 
 
 def gpu(environment: Mapping[str, str], *, seen: bool) -> Iterator[Finding]:
-    """Environment variables that are meant for a GPU, where torch sees none.
+    """Yield a finding if environment variables are meant for a GPU but torch sees none.
 
     Args:
         environment: the environment variables.
-        seen: whether torch sees one.
+        seen: whether torch sees a GPU.
     """
     for variable in _FOR_A_GPU:
         value = environment.get(variable, "")

@@ -1,4 +1,4 @@
-"""The options of the scheme ``dist``, and what is wrong with some."""
+"""The options of the scheme ``dist``, and their validation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ class DistOptions:
     """Options of the scheme ``dist``.
 
     Args:
-        backend: ``"gloo"``, through host memory, also for models on a GPU; or ``"nccl"``.
-        topology: ``"p2p"``, a connection per worker; or ``"broadcast"``, all in one collective.
-        host: the address of this machine that workers connect to.
-        port: the port that they connect to; 0 for a free one.
-        bucket_mb: the size in MB of the parts in which a version is packed and sent.
-        shared_memory: whether workers on this machine, of the same user, read a version where it
-            was packed; the others, and with ``nccl`` or ``broadcast`` all of them, are sent it.
-        verify: whether workers compare what they are sent with its SHA-256, which goes over the
-            connection for control; None where other workers pass it on: with ``broadcast``.
+        backend: ``"gloo"``, which sends through host memory, even for models on a GPU, or
+            ``"nccl"``.
+        topology: ``"p2p"``, a process group per worker, or ``"broadcast"``, one for all workers.
+        host: the address of this machine to which workers connect.
+        port: the port; 0 for a free one.
+        bucket_mb: the size of the parts in which a version is packed and sent, in MB.
+        shared_memory: whether workers of the same user on this machine read versions from shared
+            memory. Other workers always receive them over the network, as do all with ``nccl`` or
+            ``broadcast``.
+        verify: whether workers check received bytes against a SHA-256 hash from the control
+            connection. None for only with ``broadcast``, in which workers pass bytes on.
     """
 
     backend: str = "gloo"
@@ -64,13 +66,13 @@ class DistOptions:
 
     @property
     def shares_memory(self) -> bool:
-        """Return whether a worker need not be sent what lies in memory of its machine."""
+        """True if workers on this machine read versions from shared memory."""
         sent_alone = self.backend == "gloo" and self.topology == "p2p"
         return self.shared_memory and sent_alone and sys.platform != "win32"
 
     @property
     def verifies(self) -> bool:
-        """Return whether workers compare what they are sent."""
+        """True if workers check the received bytes."""
         return self.topology == "broadcast" if self.verify is None else self.verify
 
     @property
@@ -79,7 +81,7 @@ class DistOptions:
         return int(self.bucket_mb * 1e6)
 
     def link(self, context: TransportContext, interface: str) -> Link:
-        """Return what both ends of a wire agree on."""
+        """Return the parameters of a process group."""
         collective = self.topology == "broadcast"
         return Link(
             backend=self.backend,
@@ -97,10 +99,10 @@ def _check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _is_any(host: str) -> bool:
-    """Return whether a host means every address, in any spelling."""
+    """Return whether a host, in any spelling, stands for all addresses."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # a name that is too long is refused by a codec
+    except (OSError, UnicodeError):  # a codec rejects names that are too long
         return not host
     return any(ip_address(str(address[0])).is_unspecified for *_, address in found)
 

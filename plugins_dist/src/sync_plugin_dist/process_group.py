@@ -1,4 +1,4 @@
-"""A process group of our own, over which one version after the other goes to some workers."""
+"""An unregistered process group over which a sender sends versions to workers."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from sync_core.transports import Block
 from sync_plugin_dist.chunks import PartSums
 from sync_plugin_dist.rendezvous import BrokenGroupError, Rendezvous
 
-# How often it is looked whether the collectives of a group have ended, in seconds.
+# How often to check whether the collectives of a group have ended, in seconds.
 _LOOKING = 0.1
-# How long the end of the process waits for a group that is being freed, in seconds.
+# How long the exit of the process waits while a group is being freed, in seconds.
 _PATIENCE = 5.0
 
 
 class _Process:
-    """The state of freeing process groups in this process."""
+    """This process's state of freeing process groups."""
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        # Reentrant, as the garbage collector may end a forgotten sender meanwhile.
+        # Reentrant, since the garbage collector may end a forgotten sender meanwhile.
         self.freeing = threading.RLock()
         self.ends = False
 
@@ -55,7 +55,7 @@ def free(held: list[Any]) -> None:
     """Free a group and its works.
 
     Args:
-        held: the group, then its works: the only references to them, which are taken out.
+        held: the only references to the group and then its works; the list is emptied.
     """
     with _process.freeing:
         if _process.ends:
@@ -64,7 +64,7 @@ def free(held: list[Any]) -> None:
 
 
 def free_when_completed(held: list[Any]) -> None:
-    """Free a group when its collectives have ended, which may be at their timeout; see `free`."""
+    """Free a group once its collectives have ended, by their timeout at the latest."""
     if _completed(held):
         free(held)
         return
@@ -72,12 +72,12 @@ def free_when_completed(held: list[Any]) -> None:
     try:
         thread.start()
     except RuntimeError:
-        # Since Python 3.12, no thread begins while the process ends.
+        # Since Python 3.12, no thread can start during the exit of the process.
         keep_for_ever(held)
 
 
 def keep_for_ever(held: Iterable[Any]) -> None:
-    """Never free these."""
+    """Never free these objects."""
     for each in held:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
@@ -92,9 +92,9 @@ def _completed(held: Sequence[Any]) -> bool:
     return all(work.is_completed() for work in held[1:])
 
 
-# How long what a worker has received entirely may still count as being sent, in seconds.
+# How long a send may stay incomplete after the worker has received everything, in seconds.
 _SETTLING = 5.0
-# Where the other end goes while they connect, gloo takes that many times the timeout it is given.
+# If the other end disappears while connecting, gloo takes this many times its timeout.
 _ATTEMPTS = 5
 
 
@@ -104,10 +104,10 @@ class Link:
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.
-        collective: whether parts are broadcast, and not sent to the one worker.
-        interface: the address of this machine that connections are made from.
-        timeout: of connecting and of a part that does not get on, in seconds.
-        verify: whether what is received is summed up.
+        collective: whether parts are broadcast instead of sent to one worker.
+        interface: this machine's address for outgoing connections.
+        timeout: the timeout for connecting and for a part without progress, in seconds.
+        verify: whether received parts are hashed.
     """
 
     backend: str
@@ -118,47 +118,47 @@ class Link:
 
     @property
     def device(self) -> torch.device:
-        """Return where the memory lies that is sent and received."""
+        """The device of the memory to send from and receive into."""
         return torch.device("cuda" if self.backend == "nccl" else "cpu")
 
     def allocate(self, nbytes: int) -> Block:
-        """Such memory."""
+        """Allocate memory on the device."""
         if self.device.type == "cpu":
             return Block.allocate(nbytes)
         return Block(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
 
 class Control(Protocol):
-    """A worker's source of control messages while it receives."""
+    """A source of control messages during a transfer, for a worker."""
 
     def register(self, poll: select.poll) -> None:
-        """Have a poll wait for what there is to read."""
+        """Make a poll object wait for messages."""
 
     def interrupts(self) -> bool:
-        """Read it, and say whether the transfer is over because of it."""
+        """Read the messages, and return whether one ends the transfer."""
 
 
 class TensorGroup:
-    """One end of a process group that is not registered with torch.
+    """A member of a process group that is not registered with torch.
 
     Args:
-        link: what both ends agree on.
-        rendezvous: by which they find each other.
+        link: the common parameters.
+        rendezvous: the store by which the members find each other.
         rank: 0 for the sender.
-        size: how many ends there are.
+        size: the number of members.
 
     Raises:
-        BrokenGroupError: not all came within the timeout.
+        BrokenGroupError: a member did not join within the timeout.
     """
 
     def __init__(self, link: Link, rendezvous: Rendezvous, rank: int, size: int) -> None:
         self.number = rendezvous.number
-        # torch keeps only what of it is torch's own.
+        # Keep a reference: torch keeps only the C++ part of the store.
         self._rendezvous = rendezvous
         self._link = link
         self._works: deque[Any] = deque()
         self._tail = torch.zeros(1, dtype=torch.int64, device=link.device)
-        #: Of the last version that was received, where both ends verify: see `PartSums`.
+        #: The hash of the last received version, if both ends verify; see `PartSums`.
         self.sum = ""
         try:
             self._group = _connect(link, rendezvous, rank, size)
@@ -167,39 +167,39 @@ class TensorGroup:
         _wires.add(self)
 
     def send(self, part: Tensor) -> None:
-        """Send the next part; it must stay as it is until `settle` or `close`."""
+        """Send the next part, which must not change until `settle` or `close`."""
         if self._link.collective:
             self._works.append(self._group.broadcast([part], _from_sender()))
         else:
             self._works.append(self._group.send([part], 1, len(self._works)))
 
     def finish(self, version: int) -> None:
-        """Send the version's number, by which the other end knows that it has all of it."""
+        """Send the version's number, which tells the receivers that they have all parts."""
         self._tail.fill_(version)
         self.send(self._tail)
 
     def settle(self) -> None:
-        """Wait for the rest once all members have received everything.
+        """Wait for the sends to complete, once all members have received everything.
 
         Raises:
-            BrokenGroupError: that was not so.
+            BrokenGroupError: a send did not complete.
         """
         self._wait_for_all(time.monotonic() + _SETTLING)
 
     def progress(self) -> int:
-        """Return how many parts are not on their way any more; only of what is broadcast."""
+        """Return the number of completed parts of a broadcast."""
         return sum(work.is_completed() for work in self._works)
 
     def receive(self, parts: Sequence[Tensor], version: int, control: Control) -> None:
         """Receive a version.
 
         Args:
-            parts: where its parts go.
-            version: its number.
-            control: may end the transfer of what is broadcast.
+            parts: the memory for its parts.
+            version: the version's number.
+            control: may end the transfer of a broadcast.
 
         Raises:
-            BrokenGroupError: it did not come, or another did.
+            BrokenGroupError: the version did not arrive, or another one did.
         """
         deadline = time.monotonic() + self._link.timeout
         places = [*parts, self._tail]
@@ -207,19 +207,20 @@ class TensorGroup:
             try:
                 if self._link.collective:
                     self._works.extend(self._group.broadcast([p], _from_sender()) for p in places)
-                    # The memory of a GPU is read when all of it has come.
+                    # GPU memory is hashed when all parts have arrived.
                     on_cpu = self._link.device.type == "cpu"
                     verified = parts if self._link.verify and on_cpu else ()
                     self._wait_unless(control, verified, sums)
                 else:
                     self._works.extend(self._group.recv([p], 0, i) for i, p in enumerate(places))
-                    # When an end dies, gloo fails waits for any chunk but the one in transfer.
+                    # After a member's death, gloo fails all waits except that for the part in
+                    # transfer.
                     self._works.pop().wait(timedelta(seconds=self._link.timeout))
             except RuntimeError as error:
                 raise BrokenGroupError(str(error)) from error
             self._wait_for_all(deadline)
             if self._link.collective and control.interrupts():
-                # A version that a sender gave up may be overwritten while it is being broadcast.
+                # If a sender gives a version up, it may overwrite it during the broadcast.
                 raise BrokenGroupError("the sender begins again")
             if self._link.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
@@ -231,11 +232,11 @@ class TensorGroup:
             raise BrokenGroupError(f"version {int(self._tail.item())} came, and not {version}")
 
     def close(self) -> None:
-        """Leave the group; what is on its way does not arrive, or not whole."""
+        """Leave the group; parts in transfer do not arrive, or only incomplete."""
         _wires.discard(self)
         if self._link.collective:
-            # Weights not yet broadcast may be overwritten from now on. The tail goes last, so
-            # it tells the other ends.
+            # Weights not yet broadcast may be overwritten from now on. The tail is sent last, so a
+            # zero there tells the other members.
             self._tail.zero_()
         held = [self._group, *self._works]
         del self._group, self._works
@@ -245,8 +246,8 @@ class TensorGroup:
             free(held)
 
     def _wait_unless(self, control: Control, parts: Sequence[Tensor], sums: PartSums) -> None:
-        """Wait for all that is broadcast, and sum up the parts that have come."""
-        # Futures, since a work says that it is completed only some time after it has told so.
+        """Wait for all parts of a broadcast, and hash them as they arrive."""
+        # Futures, since a work's `is_completed` is true only some time after its callbacks.
         missing = deque(work.get_future() for work in self._works)
         alarm = _Alarm()
         try:
@@ -255,7 +256,7 @@ class TensorGroup:
             poll = select.poll()
             poll.register(alarm.reader, select.POLLIN)
             control.register(poll)
-            if control.interrupts():  # which may have been read already, along with the rest
+            if control.interrupts():  # it may have been read already, with other messages
                 raise BrokenGroupError("the sender begins again")
             while missing:
                 ready = poll.poll(self._link.timeout * 1000)
@@ -294,7 +295,7 @@ def _connect(link: Link, rendezvous: Rendezvous, rank: int, size: int) -> Any:
     options._threads = 1
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname=link.interface)]
     group = distributed.ProcessGroupGloo(rendezvous, rank, size, options)
-    # Of what is sent by all together; the others are waited for with a timeout each.
+    # The timeout of collectives; waits for other works each have their own timeout.
     group._set_default_timeout(timeout)
     return group
 
@@ -307,7 +308,7 @@ def _from_sender() -> Any:
 
 
 class _Alarm:
-    """A pipe that may be rung, by threads of torch, even after it was closed."""
+    """A pipe with which torch's threads wake a poll, safely even after it was closed."""
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
@@ -327,7 +328,7 @@ class _Alarm:
             os.close(self._writer)
 
 
-# A group that is freed waits for its threads, and in a process forked from this one there are none.
+# Never freed in a forked process: freeing a group waits for its threads, which do not exist there.
 _wires: weakref.WeakSet[TensorGroup] = weakref.WeakSet()
 
 

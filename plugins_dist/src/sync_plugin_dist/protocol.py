@@ -1,9 +1,9 @@
 """The messages between the sender and the receivers of ``dist``.
 
-Control goes over a connection that the worker opens, by TCP or, on the sender's machine, by a unix
-socket. In the latter case the worker reads a version in the slot where it was packed, and all is as
-`sync_plugin_std.local.SharedMemorySender` says. To the others the weights go over process groups
-that the sender opens and names by numbers; it is at rank 0 of each.
+Each worker opens a control connection to the sender: TCP, or a unix socket on the sender's machine.
+Over a unix socket, the worker reads each version in the slot where it was packed, as in
+`sync_plugin_std.local.SharedMemorySender`. Other workers receive the weights over process groups,
+which the sender opens, identifies by numbers, and joins as rank 0.
 
 ========  ======================================  ==============================================
 from      message                                 meaning
@@ -27,10 +27,11 @@ worker    ``leave``, reason                       it closes its receiver
 sender    ``gone``, reason                        refused, replaced, removed, or the sender closes
 ========  ======================================  ==============================================
 
-No byte of a version is sent before the worker has taken an offer, so a worker that does not receive
-delays no other; none is applied before all have arrived, with the version's number after them. In
-a broadcast the members of a process group pass parts on to each other, and one may pass on others.
-So a worker says ``received`` once what has come has the ``sum``, and otherwise ``broken``.
+The sender sends no byte of a version before the worker has taken an offer, so a worker that does
+not receive delays no other. The worker applies no byte before all bytes and then the version's
+number have arrived. In a broadcast, members pass parts on to each other, and a member could pass on
+altered ones. So a worker answers ``received`` only if its data matches the ``sum``, and otherwise
+``broken``.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ from sync_plugin_std.local import Message, close_when_forked
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The announcement of a version that follows.
+    """Announces the transfer of a version.
 
     Args:
-        number: of the wire.
+        number: the number of the process group.
         version: the version.
-        digest: of its layout.
+        digest: the digest of its layout.
         nbytes: its size.
-        part: the size of the parts in which it comes.
+        part: the size of the parts in which it is sent.
     """
 
     number: int
@@ -63,14 +64,14 @@ class Transfer:
 
     @classmethod
     def from_message(cls, message: Message, most: int) -> Self:
-        """The transfer that a message announces.
+        """Return the transfer that a message announces.
 
         Args:
-            message: what the sender says.
-            most: the size of the largest version that there may be, in bytes.
+            message: the sender's message.
+            most: the largest allowed size of a version, in bytes.
 
         Raises:
-            ValueError: it announces none, or more bytes than there is any reason for.
+            ValueError: the message announces no transfer, or too many bytes.
         """
         transfer = cls(**{f.name: message[f.name] for f in fields(cls)})
         numbers = (transfer.number, transfer.version, transfer.nbytes, transfer.part)
@@ -85,7 +86,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Farewell:
-    """The unusual reason for which a receiver leaves its sender."""
+    """The reason why a receiver leaves its sender, if it is unusual."""
 
     reason: str = ""
 
@@ -95,10 +96,10 @@ class Endpoint:
     """The endpoint of a sender.
 
     Args:
-        host: its name or address.
-        port: of the connections for control.
-        local: the name of a socket for those on this machine; empty for none.
-        farewell: shared with the thread that closes the receiver.
+        host: the sender's host name or address.
+        port: the port for control connections.
+        local: the name of a unix socket for workers on the sender's machine; empty for none.
+        farewell: the reason to leave, shared with the thread that closes the receiver.
     """
 
     host: str
@@ -116,10 +117,10 @@ class Endpoint:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address of this machine, and on no other.
+    """Return a socket that listens on only one address of this machine.
 
     Raises:
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is in use, or the address is not this machine's.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""The receivers of ``dist``: one for each way in which versions come."""
+"""The receivers of ``dist``: over process groups, or in shared memory."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _log = logging.getLogger("sync_core")
 
 
 def create_receiver(context: TransportContext, options: DistOptions) -> ReceiverTransport:
-    """Connect to a sender, and return what receives in the way that the connection allows.
+    """Connect to a sender, and return the receiver for the kind of connection.
 
     Args:
-        context: what the receiver gave to `create_transport`.
+        context: the receiver's context for `create_transport`.
         options: the options of the scheme.
 
     Raises:
-        SenderLostError: the sender is gone, or refuses this worker.
+        SenderLostError: the sender is gone or refuses this worker.
     """
     connection = connect(context)
     if connection.family == socket.AF_UNIX:
@@ -56,19 +56,19 @@ def create_receiver(context: TransportContext, options: DistOptions) -> Receiver
 
 
 class LocalReceiver(SharedMemoryReceiver):
-    """Reads versions where the sender has packed them, on this machine."""
+    """Reads versions from the memory of a sender on this machine."""
 
     def __init__(self, context: TransportContext, channel: Channel) -> None:
         self._farewell: Farewell | None = context.endpoint.farewell
         super().__init__(context, channel)
 
     def leave(self, reason: str) -> None:
-        """Notify the sender, unless that has gone."""
+        """Notify the sender, unless it is gone."""
         super().leave(_reason(self._farewell, reason))
 
 
 def _reason(farewell: Farewell | None, usual: str) -> str:
-    """Return the reason for which a receiver leaves."""
+    """Return the reason why a receiver leaves."""
     return usual if farewell is None or not farewell.reason else farewell.reason
 
 
@@ -76,12 +76,12 @@ class StreamReceiver(ReceiverTransport):
     """Receives versions into its own memory, over process groups.
 
     Args:
-        context: what the receiver gave to `create_transport`.
+        context: the receiver's context for `create_transport`.
         options: the options of the scheme.
-        connection: a socket that is connected to the sender; owned from now on.
+        connection: a socket connected to the sender, which this receiver closes.
 
     Raises:
-        SenderLostError: the sender is gone, or refuses this worker.
+        SenderLostError: the sender is gone or refuses this worker.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class StreamReceiver(ReceiverTransport):
         self._most_nbytes = layout.most_nbytes
         self._wire: TensorGroup | None = None
         self._rendezvous: Rendezvous | None = None
-        # A version that has arrived whole, and waits for its sum.
+        # A complete version that waits for its sum.
         self._arrived: tuple[Transfer, Block] | None = None
         self._offered = 0
         self._seen = 0
         self._asked = 0.0
-        # The sender owes a reply: a second request would get two, and mistake one for the other.
+        # Whether a reply is pending: the replies to two requests look the same.
         self._asking = False
-        # Whether `give_up` was sent, and is not confirmed: messages until then are ignored.
+        # Whether `give_up` was sent and not confirmed; until then, messages are ignored.
         self._giving_up = False
         self._line = ControlChannel(connection, self._put_key)
         self._link = options.link(context, connection.getsockname()[0])
@@ -115,14 +115,14 @@ class StreamReceiver(ReceiverTransport):
             raise
 
     def receive(self, timeout: float) -> Payload | None:
-        """The newest version, once there is one that was not seen.
+        """Return the newest version, waiting until it is one that was not seen.
 
-        One that is offered by then is fetched, however long that takes: to give it up would cost
-        the process group, and all its members. A sender that is silent is given up after
-        the receiver's own timeout, or up to half more after a recent message.
+        A version that is offered before the timeout is fetched, however long that takes, since
+        giving it up would end the process group for all members. A silent sender is given up after
+        the receiver's own timeout, or up to 50 % later after a recent message.
 
         Raises:
-            CapacityError: there are no descriptors for a connection, or no memory for a version.
+            CapacityError: no file descriptors for a connection or no memory for a version are left.
         """
         try:
             return self._receive(timeout)
@@ -135,20 +135,20 @@ class StreamReceiver(ReceiverTransport):
             raise
 
     def acknowledge(self, answer: Answer) -> None:
-        """Answer."""
+        """Send the answer to the sender."""
         self._line.send({"type": "answer", "answer": answer.to_message()})
 
     def wake(self) -> None:
-        """Take the sender for gone."""
+        """End all waits, as if the sender were gone."""
         self._line.channel.wake()
 
     def leave(self, reason: str) -> None:
-        """Notify the sender, unless that has gone."""
+        """Notify the sender, unless it is gone."""
         with suppress(SenderLostError):
             self._line.send(farewell(_reason(self._farewell, reason)))
 
     def close(self) -> None:
-        """Hang up."""
+        """Disconnect from the sender."""
         self._end_wire()
         self._line.close()
         self._blocks.clear()
@@ -162,7 +162,7 @@ class StreamReceiver(ReceiverTransport):
         return None
 
     def _give_up(self) -> None:
-        """Ask for no version any more, whatever was interrupted, such as by Ctrl-C."""
+        """Withdraw the request for a version after an interrupt, such as Ctrl-C."""
         with uninterrupted(), suppress(SenderLostError):
             self._giving_up = True
             self._asking = False
@@ -171,7 +171,7 @@ class StreamReceiver(ReceiverTransport):
             self._line.send({"type": "give_up"})
 
     def _await_offer(self, deadline: float) -> bool:
-        """Return whether there is a version to take."""
+        """Wait for an offer; return whether there is one."""
         while self._offered <= self._seen:
             message = self._line.hear(max(0.0, deadline - time.monotonic()))
             if message is None:
@@ -180,13 +180,13 @@ class StreamReceiver(ReceiverTransport):
         return True
 
     def _fetch(self) -> Payload | None:
-        """Return what was offered; None when that was taken back, or did not come in time."""
+        """Return the offered version; None if the offer was withdrawn or the version is late."""
         self._asked = time.perf_counter()
         self._take()
         deadline = time.monotonic() + self._timeout
         while True:
-            # A process that was stopped for longer finds a sender that lives, and may tell. Of
-            # three suspects, each has its turn, an eighth, at least once in that time.
+            # At least half of the timeout: after a longer stop of this process, the sender may be
+            # alive and reply. In that time each of three suspects is served once, for an eighth.
             message = self._next(max(self._timeout / 2, deadline - time.monotonic()))
             if message["type"] == "wire":
                 self._open_wire(message)
@@ -252,7 +252,7 @@ class StreamReceiver(ReceiverTransport):
         try:
             wire.receive(cut(block, transfer.nbytes, transfer.part), version, self._line)
         except BrokenGroupError:
-            # The block is used no more: a collective that is given up may continue writing to it.
+            # Do not reuse the block, since an abandoned collective may still write to it.
             self._end_wire()
             self._line.send({"type": "broken", "number": transfer.number})
             return None
@@ -260,7 +260,7 @@ class StreamReceiver(ReceiverTransport):
         return None if self._link.verify else self._accept()
 
     def _verify(self, message: Message) -> Payload | None:
-        """Return the version that has come if it has the sum of the sender; else begin again."""
+        """Return the arrived version if its hash is the sender's; else request it again."""
         told = message["number"], message["version"]
         if self._arrived is None or self._wire is None:
             return None

@@ -1,7 +1,7 @@
-"""The rendezvous of a process group: keys exchanged over the control connections.
+"""The rendezvous of a process group, which exchanges keys over the control connections.
 
-torch's own store accepts keys from any peer, and shows them to all. A control
-connection has begun with the token.
+torch's own store accepts keys from any peer and shows them to all. Control connections are
+authenticated by the token.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from sync_plugin_std.local import Message
 
-# The keys of an end take some hundred bytes, and 8 more for each other end.
+# The longest value, in bytes: a member's takes some hundred, and 8 more per other member.
 _MAX_VALUE = 1 << 16
 
 
 def read_key(message: Message) -> tuple[str, bytes]:
-    """Return the key that a message tells, and its value.
+    """Return the key and the value in a message.
 
     Raises:
-        ValueError, LookupError, TypeError: no end tells such a thing.
+        ValueError, LookupError, TypeError: the message is not valid.
     """
     key, value = message["key"], b64decode(message["value"], validate=True)
     if type(key) is not str or len(key) > _MAX_VALUE or len(value) > _MAX_VALUE:
@@ -34,19 +34,20 @@ def read_key(message: Message) -> tuple[str, bytes]:
 
 
 class BrokenGroupError(Exception):
-    """A transfer did not begin, or did not come to its end; the wire is of no use any more."""
+    """A transfer did not start or complete; its process group can no longer be used."""
 
 
 class Rendezvous(Store):
-    """A store, to torch: the keys of one wire, as one of its ends knows them.
+    """A torch store with the keys of one process group, as known to one member.
 
     Args:
-        number: of the wire.
-        tell: sends a message to the other ends.
-        hear: waits at most that many seconds for what they tell, and hands it to `put`. It raises
-            `BrokenGroupError` when the wire is given up.
-        timeout: how long to wait, in seconds; what torch says is for one attempt to connect.
-        lock: held while this waits, and during `put`.
+        number: the number of the process group.
+        tell: sends a message to the other members.
+        hear: waits up to a number of seconds for a message from them, and calls `put` with it. It
+            raises `BrokenGroupError` if the process group is given up.
+        timeout: how long to wait, in seconds, instead of torch's timeout for one attempt to
+            connect.
+        lock: held during waits and during `put`.
     """
 
     def __init__(
@@ -67,10 +68,10 @@ class Rendezvous(Store):
         self._values: dict[str, bytes] = {}
 
     def put(self, message: Message) -> None:
-        """Store a key that another end has sent.
+        """Store a key from another member.
 
         Raises:
-            ValueError, LookupError, TypeError: no end tells such a thing.
+            ValueError, LookupError, TypeError: the message is not valid.
         """
         key, value = read_key(message)
         if key in self._values:
@@ -78,25 +79,25 @@ class Rendezvous(Store):
         self._values[key] = value
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        """Tell a key, which torch gives as bytes."""
+        """Send a key, given as bytes, to the other members."""
         self._values[key] = value
         text = b64encode(value).decode()
         self._tell({"type": "key", "number": self.number, "key": key, "value": text})
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key, once it has arrived."""
+        """Wait for a key, and return its value."""
         self.wait([key])
         return self._values[key]
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of these have arrived."""
+        """Return whether all keys have arrived."""
         return all(key in self._values for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all of these have arrived.
+        """Wait until all keys have arrived.
 
         Raises:
-            BrokenGroupError: they were not in time, or the wire is given up.
+            BrokenGroupError: keys did not arrive in time, or the process group was given up.
         """
         del timeout
         deadline = time.monotonic() + self._timeout

@@ -1,4 +1,4 @@
-"""Worker group `rpc`: each worker is a peer in a world of `torch.distributed.rpc`."""
+"""The worker group `rpc`: each worker is a member of a `torch.distributed.rpc` world."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from sync_plugin_dist.rpc_host import Message, pack, unpack
 from sync_plugin_dist.rpc_world import choose_workers, initialised
 from sync_plugin_std.workers import CallOutcome, LaunchedGroup, Launcher, RemoteCall, pickle_factory
 
-# How often a worker with nothing to do is asked whether it can be reached: torch RPC notices the
-# end of a connection only while a call waits for an answer.
+# How often an idle worker is pinged, in seconds: torch RPC notices the end of a connection only
+# while a call waits for its answer.
 _PING_INTERVAL = 1.0
 
 
@@ -34,18 +34,18 @@ class _Request:
 
 
 class RpcWorker:
-    """One hosted object, and the thread that sends its calls and ends their futures.
+    """A hosted object, and the thread that sends its calls and completes their futures.
 
-    A call is sent when the one before it has its answer, so that what has not begun when the
-    worker is stopped never begins. RPC's own threads only queue what they learn, as users'
-    callbacks may take their time.
+    Each call is sent after the answer to the one before, so calls that have not started when the
+    worker is stopped never start. RPC's own threads only queue results, since users' callbacks may
+    be slow.
 
     Args:
         name: the RPC name of the process that hosts the object.
-        worker_id: given to the factory, and named by the errors.
-        key: by which the process knows the object.
+        worker_id: the worker's id, for the factory and for errors.
+        key: the key of the object in that process.
         factory: makes the object.
-        pickled_factory: the same, as it travels.
+        pickled_factory: the pickled factory, as it is sent.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class RpcWorker:
         self.name = name
         self.worker_id = worker_id
         self._key = f"{key}/{worker_id}"
-        # Reentrant, as the garbage collector may end a forgotten group in any of its threads.
+        # Reentrant, since the garbage collector may end a forgotten group on any of its threads.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting: deque[_Request] = deque()
         self._lost: str | None = None
         self._ending = False
-        # Answers to what is being asked; None ends the waiting for it.
+        # Answers to the call in progress; None ends the wait for it.
         self._answers: SimpleQueue[Any] = SimpleQueue()
         call = RemoteCall(worker_id, factory)
         self.ready: Future[None] = call.future
@@ -89,28 +89,29 @@ class RpcWorker:
         return call.future
 
     def ask_to_end(self) -> None:
-        """Let the call in progress finish, and no other begin."""
+        """Let the call in progress finish, and start no other."""
         with self._lock:
             self._ending = True
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """After `ask_to_end`: wait for the call in progress no longer."""
+        """After `ask_to_end`, stop waiting for the call in progress."""
         self._answers.put(None)
 
     def join(self, deadline: float) -> bool:
-        """After `ask_to_end`: whether every call has ended before the deadline."""
-        # What this thread is at ends the rest when its callback returns.
+        """After `ask_to_end`, return whether all calls have ended before the deadline."""
+        # Called from a callback on this thread, which ends the rest after it returns.
         if self._thread is threading.current_thread():
             return True
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
     def forget(self, timeout: float) -> Future[Any] | None:
-        """After `ask_to_end`: let the process forget the object.
+        """After `ask_to_end`, make the process drop the object.
 
         Returns:
-            What ends when it has, or cannot be reached; None where that is known already.
+            A future that completes when the object is dropped or out of reach; None if it is
+            already.
         """
         if self._lost is not None or not initialised():
             return None
@@ -120,10 +121,10 @@ class RpcWorker:
                 self.name, rpc_host.forget, args=(self._key,), timeout=max(0.1, timeout)
             )
         except RuntimeError:
-            # Nothing is left there to forget.
+            # The process has no object to drop.
             return None
         reply.add_done_callback(done.set_result)
-        # Asked once.
+        # Ask only once.
         self._lost = "was stopped"
         return done
 
@@ -143,7 +144,7 @@ class RpcWorker:
                 self._run(request)
             elif not self._ending:
                 self._look()
-            # Not to be kept until the next one.
+            # Free it before the wait for the next.
             del request
         with self._lock:
             reason = self._lost or "was stopped"
@@ -167,7 +168,7 @@ class RpcWorker:
             call.lose(f"{self._lost or 'was stopped'} while running {call.name}", answer)
 
     def _look(self) -> bool:
-        """Return whether the worker can be reached. It is lost otherwise, unless it was stopped."""
+        """Return whether the worker can be reached; if not, and it was not stopped, it is lost."""
         answer = self._ask(rpc_host.ping, ())
         if isinstance(answer, BaseException):
             self._lose()
@@ -176,11 +177,11 @@ class RpcWorker:
     def _ask(
         self, function: Callable[..., Any], args: tuple[Any, ...]
     ) -> Message | Exception | None:
-        """Run a function there, without a deadline.
+        """Run a function in the worker, without a deadline.
 
         Returns:
-            The answer, empty without a result; the error that RPC reported; None if the group
-            has given up waiting.
+            The answer, which is empty without a result, or the error from RPC; None if the group
+            has stopped waiting.
         """
         try:
             reply = rpc.rpc_async(self.name, function, args=args, timeout=0)
@@ -202,34 +203,36 @@ def _refuse(call: RemoteCall, reason: str) -> None:
     call.lose(f"{reason}, so it cannot run {call.name}; make a new group")
 
 
-# The longest that stopping waits for the calls in progress, and for a peer to forget.
+# How long `stop` waits at most for calls in progress and for dropped objects, in seconds.
 _ASKING = 5.0
 
 
 class RpcGroup(LaunchedGroup[RpcWorker]):
-    """Objects that live in the processes of a torch RPC world, each in its own thread.
+    """Hosts objects in the processes of a torch RPC world, each object in its own thread.
 
-    This process and the workers' have called `torch.distributed.rpc.init_rpc`. The workers are the
-    others of that world, in the order of their ids, and need this package installed. Stopping the
-    group lets them forget what they hosted, and ends nothing else; stop it before RPC is shut
-    down. A worker whose machine vanishes without closing its connections is not noticed, as torch
-    RPC does not notice it.
+    This process and the workers' processes must have called `torch.distributed.rpc.init_rpc`. The
+    workers are the other members of that world, in the order of their ids, and need this package
+    installed. `stop` only makes them drop their objects; call it before RPC is shut down. If a
+    worker's machine vanishes without closing its connections, torch RPC does not notice it, and
+    neither does this group.
 
-    No worker can be added or restarted: a torch RPC world of a given size is fixed when it begins,
-    and no process can join one without a fixed size once a member has died.
+    Workers cannot be added or restarted: the members of a torch RPC world with a given size are
+    fixed at its start, and no process can join a world without a fixed size after a member has
+    died.
 
-    The factory, functions, arguments, results and exceptions travel by cloudpickle; tensors among
-    them are copied. Arguments are pickled by `call`, so changing them afterwards changes nothing.
+    The factory, functions, arguments, results and exceptions are sent with cloudpickle, and tensors
+    among them are copied. `call` pickles arguments at once, so later changes to them have no
+    effect.
 
     Args:
         factory: see `WorkerGroup`.
         num_workers: see `WorkerGroup`.
         timeout: see `WorkerGroup`.
-        names: the workers' names, where not all others are workers.
+        names: the workers' names, if not all other members are workers.
 
     Raises:
         OptionError: RPC is not initialised in this process.
-        ValueError: the RPC world has other workers, or another number of them.
+        ValueError: the names or the number of workers do not match the RPC world.
 
     Example:
         >>> with RpcGroup(lambda worker_id: [worker_id], 2) as group:  # doctest: +SKIP
@@ -268,7 +271,7 @@ class RpcGroup(LaunchedGroup[RpcWorker]):
 
 
 class RpcLauncher(Launcher[RpcWorker]):
-    """Has members of a torch RPC world host objects, and lets them forget these.
+    """Makes members of a torch RPC world host objects, and drop them at the end.
 
     Args:
         factory: makes the objects.
@@ -291,10 +294,10 @@ class RpcLauncher(Launcher[RpcWorker]):
 
 
 def _end_calls(workers: Collection[RpcWorker], timeout: float) -> float:
-    """Give the calls in progress half of the timeout, and let no other begin.
+    """Give calls in progress half of the timeout to finish, and start no other.
 
     Returns:
-        How many seconds that took.
+        The elapsed time in seconds.
     """
     begin = time.monotonic()
     for worker in workers:

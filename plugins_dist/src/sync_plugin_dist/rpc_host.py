@@ -1,4 +1,4 @@
-"""The RPC side of workers: hosted objects, each with a thread that runs its calls."""
+"""Host objects in an RPC worker, each with a thread that runs its calls."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.distributed import rpc
 
 from sync_plugin_std.workers import CallOutcome, close_hosted
 
-#: A pickle, then the memory of each big array in it.
+#: A pickle, followed by the memory of each big array in it.
 Message = list[torch.Tensor]
 
 
 def pack(parts: Iterable[bytearray]) -> Message:
-    """Pickled parts as tensors over the same memory."""
+    """Return pickled parts as tensors that share their memory."""
     return [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
 
 
 def unpack(message: Message) -> list[memoryview]:
-    """The parts of a message, in its own memory."""
+    """Return the parts of a message, without copies."""
     return [part.numpy().data for part in message]
 
 
@@ -29,18 +29,18 @@ _Reply = torch.futures.Future[Message]
 
 
 class _Host:
-    """One object of one group. Only its own thread makes it, uses it and releases it.
+    """A hosted object, which only its own thread makes, uses and releases.
 
-    RPC's threads are few and shared by all callers: they only queue the calls.
+    RPC's few threads are shared by all callers, so they only queue calls.
 
     Args:
-        worker_id: given to the factory.
+        worker_id: the argument of the factory.
     """
 
     def __init__(self, worker_id: int) -> None:
         self._calls: SimpleQueue[tuple[Message, _Reply] | None] = SimpleQueue()
         self._ended: _Reply = torch.futures.Future()
-        # A daemon, so that a call which never returns does not keep the process alive.
+        # A daemon thread, so that a call which never returns does not keep the process alive.
         threading.Thread(
             target=self._serve, args=(worker_id,), name=f"sync rpc host {worker_id}", daemon=True
         ).start()
@@ -51,12 +51,12 @@ class _Host:
         return reply
 
     def end(self) -> _Reply:
-        """Close the object after the call in progress; what has a result once that is done."""
+        """Close the object after the call in progress; return a future that completes then."""
         self._calls.put(None)
         return self._ended
 
     def _serve(self, worker_id: int) -> None:
-        # The first call is the factory's, on the id; each later one is on what that made.
+        # The first call is to the factory with the id; later calls are on the object that it made.
         hosted: object = worker_id
         made = False
         while (item := self._calls.get()) is not None:
@@ -66,13 +66,13 @@ class _Host:
                 hosted, made = outcome.value, True
                 outcome = outcome.without_value()
             _answer(reply, outcome)
-            # Not to be kept until the next call.
+            # Free these before the wait for the next call.
             del item, call, reply, outcome
         try:
             if made:
                 close_hosted(worker_id, hosted)
         finally:
-            # Its warning may be an error here.
+            # Even if closing raises.
             self._ended.set_result([])
 
 
@@ -81,15 +81,15 @@ _hosts: dict[str, _Host] = {}
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def make(key: str, worker_id: int, factory: Message) -> _Reply:
-    """Make an object, to be known by the key.
+    """Make an object under a key.
 
     Args:
-        key: unique among all that this process hosts.
-        worker_id: given to the factory.
-        factory: a pickled call of it.
+        key: the key, unique among the objects in this process.
+        worker_id: the argument of the factory.
+        factory: the pickled call of the factory.
 
     Returns:
-        Its outcome, without a value.
+        The outcome, without a value.
     """
     host = _hosts[key] = _Host(worker_id)
     return host.put(factory)
@@ -97,7 +97,7 @@ def make(key: str, worker_id: int, factory: Message) -> _Reply:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def run(key: str, call: Message) -> _Reply:
-    """Run a call on the object with the key, after all calls before it."""
+    """Run a call on the object with this key, after all earlier calls."""
     host = _hosts.get(key)
     if host is None:
         reply: _Reply = torch.futures.Future()
@@ -109,7 +109,7 @@ def run(key: str, call: Message) -> _Reply:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def forget(key: str) -> _Reply:
-    """Close an object and release it, once its call in progress has ended."""
+    """Close and release an object, once its call in progress has ended."""
     host = _hosts.pop(key, None)
     if host is not None:
         return host.end()
@@ -119,7 +119,7 @@ def forget(key: str) -> _Reply:
 
 
 def ping() -> None:
-    """Return, by which the caller knows that this process can still be reached."""
+    """Do nothing; returning shows that this process can be reached."""
 
 
 def _answer(reply: _Reply, outcome: CallOutcome) -> None:

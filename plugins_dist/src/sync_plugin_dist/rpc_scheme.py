@@ -1,4 +1,4 @@
-"""The scheme ``rpc``: workers called by torch RPC, which fetch weights as those of ``dist`` do."""
+"""The scheme ``rpc``: it calls workers by torch RPC, and sends weights as ``dist`` does."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class RpcOptions:
     """Options of the scheme ``rpc``; see `sync_plugin_dist.options.DistOptions`.
 
     Args:
-        host: the address of this machine that workers connect to for the weights.
+        host: the address of this machine to which workers connect for the weights.
         port: the port; 0 for a free one.
-        bucket_mb: the size in MB of the parts in which a version is packed and sent.
-        shared_memory: whether workers on this machine read a version where it was packed.
+        bucket_mb: the size of the parts in which a version is packed and sent, in MB.
+        shared_memory: whether workers on this machine read versions from shared memory.
     """
 
     host: str = "127.0.0.1"
@@ -34,10 +34,10 @@ class RpcOptions:
 
 
 class RpcScheme:
-    """Updates a model in each of some workers of `torch.distributed.rpc`, whatever their code.
+    """Updates models in `torch.distributed.rpc` workers, whose code needs no changes.
 
-    RPC is the user's to initialise. Where no ``workers`` are given, receivers connect by their
-    addresses, as they do with ``dist``.
+    The user must initialise RPC. Without ``workers``, receivers connect with addresses, as in
+    ``dist``.
     """
 
     capabilities = DistScheme.capabilities
@@ -45,7 +45,7 @@ class RpcScheme:
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The sender's or a receiver's side."""
+        """Return the sender's or a receiver's transport."""
         given = context.parse_options(RpcOptions)
         options = DistOptions(**vars(given))
         if context.side == "receiver":
@@ -56,5 +56,5 @@ class RpcScheme:
         return DistSender(context, options)
 
     def findings(self, context: FindingsContext) -> Iterator[Finding]:
-        """Return problems of the network, of NCCL, and of the address to listen on."""
+        """Return problems with the network, NCCL and the address to listen on."""
         return findings.find(DistOptions(**vars(context.parse_options(RpcOptions))))

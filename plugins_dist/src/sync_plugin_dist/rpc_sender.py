@@ -1,4 +1,4 @@
-"""The sender's side of ``rpc``: calls workers, so that they fetch what is sent over ``dist``."""
+"""The sender of ``rpc``: calls workers, which then fetch versions over ``dist``."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from sync_plugin_std.calls import (
 
 
 class RpcReceiver(CalledReceiver):
-    """The receiver for one model of an RPC worker; a call lets it fetch what ``dist`` sends.
+    """The receiver for one model of an RPC worker; a call makes it fetch a version over ``dist``.
 
-    The place in its requests is the object in which models are looked up; None for modules.
+    In requests, the place is the object in which models are looked up; None for modules.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class RpcReceiver(CalledReceiver):
         self._farewell = Farewell()
 
     def find_model(self, request: DeliveryRequest, context: Any) -> tuple[Any, Any]:
-        """Return the path of the model, and the object or the module in which it is."""
+        """Return the model's path, and the object or module that has it."""
         if request.place is not None:
             context = request.place.local_value()
             return super().find_model(request, context)
@@ -62,7 +62,7 @@ class RpcReceiver(CalledReceiver):
         return paths, [module for module, _ in found]
 
     def connect(self, address: Address) -> Address:
-        """Return the address with the reason for which the receiver will leave."""
+        """Return the address, with a place for the reason why the receiver leaves."""
         self._farewell = Farewell()
         return replace(address, endpoint=replace(address.endpoint, farewell=self._farewell))
 
@@ -77,22 +77,22 @@ class RpcReceiver(CalledReceiver):
             receiver.receive(left)
 
     def committed(self, version: int) -> DeliveryOutcome:
-        """Return no answer: the receiver sends it over its own connection."""
+        """Return no answer, since the receiver sends it over its own connection."""
         del version
         return DeliveryOutcome()
 
     def replaced_by(self, reason: str) -> None:
-        """Let the sender that was here know."""
+        """Notify the previous sender."""
         super().replaced_by(reason)
         self._farewell.reason = reason
 
     def sender_is_gone(self) -> bool:
-        """Return whether it has died, or what it asks for at its end is still on its way."""
+        """Return whether the sender is gone or this worker has no receiver any more."""
         try:
             if self.receiver is not None:
                 self.receiver.receive(0)
         except Exception as error:
-            # Its own sender reports a version that could not be committed.
+            # Other errors are about versions, which this receiver's own sender reports.
             return isinstance(error, SenderLostError)
         return self.receiver is None
 
@@ -106,7 +106,7 @@ def deliver(request: DeliveryRequest) -> DeliveryOutcome:
 
 
 def _split(name: str) -> tuple[Any, str]:
-    """The module in which a model is, and its path there: ``"package.module:path"``."""
+    """Split ``"package.module:path"`` into the module and the model's path in it."""
     module, colon, path = name.partition(":")
     if not colon or not path:
         raise ModelPathError(
@@ -121,14 +121,14 @@ def _split(name: str) -> tuple[Any, str]:
 
 
 class RpcSender(CallingTransport):
-    """Updates a model in each of some RPC workers.
+    """Updates a model in each of several RPC workers.
 
     Args:
-        context: what the sender gave to `create_transport`.
-        options: of the connections over which weights travel.
+        context: the sender's context for `create_transport`.
+        options: the options for sending weights.
 
     Raises:
-        OptionError: a worker that RPC does not know, or something that is not a worker.
+        OptionError: RPC does not know a worker, or an object is not a worker.
     """
 
     def __init__(self, context: TransportContext, options: DistOptions) -> None:
@@ -137,31 +137,31 @@ class RpcSender(CallingTransport):
         super().__init__(context, handles, self._wires.publisher.roster)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
-        """Call the workers that are not busy, and pack meanwhile."""
+        """Call the workers that are not busy, and pack the version meanwhile."""
         return self._wires.send(payload, worker_ids, lambda: self.call_idle(worker_ids))
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
-        """Read the answers of workers on this machine in this thread."""
+        """Read the answers of workers on this machine, on this thread."""
         self._wires.wait(deliveries, timeout)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Serve one more worker, and give it the newest version that went to all."""
+        """Add a worker, and send it the newest version that went to all workers."""
         super().add_worker(worker_id, _find(worker))
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker, which keeps the weights that it has."""
+        """Remove a worker, which keeps its weights."""
         super().remove_worker(worker_id)
         self._wires.remove_worker(worker_id)
 
     def endpoint(self, worker_id: int) -> Any:
-        """Return where the worker fetches versions."""
+        """Return the endpoint from which the worker fetches versions."""
         return self._wires.address(worker_id)
 
     def joined(self, worker: CalledWorker, given: Any) -> None:
         """Do nothing: the connection of the receiver notifies the sender."""
 
     def place_of(self, worker: CalledWorker) -> Any:
-        """Return the object in which the worker's model is."""
+        """Return the object that has the worker's model."""
         return worker.handle[1]
 
     def call(
@@ -184,10 +184,10 @@ class RpcSender(CallingTransport):
     def explain(
         self, worker: CalledWorker, content: Any, error: Exception
     ) -> DeliveryOutcome | WorkerError:
-        """Return that the worker is lost, unless its call took too long."""
+        """Return a worker-lost error, unless the call timed out."""
         if not isinstance(error, RuntimeError):
             return super().explain(worker, content, error)
-        # RPC tells by its words alone that a call took too long; the send's deadline says so.
+        # RPC reports a timeout only in its text. The send's own deadline reports it as well.
         if "timeout" in str(error):
             return DeliveryOutcome()
         name = worker.handle[0].name
@@ -200,7 +200,7 @@ class RpcSender(CallingTransport):
 
 
 def _find(worker: Any) -> tuple[WorkerInfo, Any]:
-    """The worker, and the object in which its model is."""
+    """Return the worker, and the object that has its model."""
     name, holder = worker if isinstance(worker, tuple) and len(worker) == 2 else (worker, None)
     if isinstance(name, WorkerInfo):
         name = name.name

@@ -1,10 +1,10 @@
-"""The torch RPC world that this process has joined."""
+"""Query the torch RPC world that this process has joined."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# torch has no public list of the members of a world.
+# torch has no public list of a world's members.
 from torch._C._distributed_rpc import _get_current_rpc_agent
 from torch.distributed import rpc
 
@@ -14,7 +14,7 @@ __all__ = ["check_initialised", "choose_workers", "initialised", "others"]
 
 
 def initialised() -> bool:
-    """Return whether this process has joined a world of torch RPC."""
+    """Return whether this process has joined a torch RPC world."""
     try:
         rpc.get_worker_info()
     except RuntimeError:
@@ -23,7 +23,7 @@ def initialised() -> bool:
 
 
 def check_initialised() -> None:
-    """Raise `OptionError`, with what to type, where this process has joined no world."""
+    """Raise `OptionError`, with advice, if this process has not joined a world."""
     if not initialised():
         raise OptionError(
             "torch RPC is not initialised in this process; call "
@@ -33,22 +33,22 @@ def check_initialised() -> None:
 
 
 def others() -> list[str]:
-    """The other workers of this process's world, by name, in the order of their ids."""
+    """Return the names of the world's other members, in the order of their ids."""
     infos = sorted(_get_current_rpc_agent().get_worker_infos(), key=lambda info: info.id)
     own = rpc.get_worker_info().id
     return [info.name for info in infos if info.id != own]
 
 
 def choose_workers(num_workers: int, names: Sequence[str] | None) -> list[str]:
-    """The names of the workers among the others in this process's world.
+    """Return the names of the world's members that are workers.
 
     Args:
         num_workers: the number of workers.
-        names: which they are; None for all others, in the order of their ids.
+        names: the names of the workers; None for all other members, in the order of their ids.
 
     Raises:
-        OptionError: this process has joined no world.
-        ValueError: there are others, or another number of them.
+        OptionError: this process has not joined a world.
+        ValueError: the names or the number of workers do not match the world.
     """
     check_initialised()
     there = others()

@@ -1,4 +1,4 @@
-"""The scheme ``dist``: weights over process groups of torch.distributed that are our own."""
+"""The scheme ``dist``: sends weights over its own torch.distributed process groups."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sync_plugin_dist.sender import DistSender
 
 
 class DistScheme:
-    """Workers anywhere that can reach the trainer connect by the address alone.
+    """Sends versions to workers on any machine that can reach the trainer's address.
 
-    The default process group of either process is neither needed nor touched.
+    It neither needs nor changes the default process group of a process.
     """
 
     capabilities = frozenset(
@@ -34,12 +34,12 @@ class DistScheme:
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The sender's or a receiver's side."""
+        """Return the sender's or a receiver's transport."""
         options = context.parse_options(DistOptions)
         if context.side == "receiver":
             return create_receiver(context, options)
         return DistSender(context, options)
 
     def findings(self, context: FindingsContext) -> Iterator[Finding]:
-        """Return problems of the network, of NCCL, and of the address to listen on."""
+        """Return problems with the network, NCCL and the address to listen on."""
         return findings.find(context.parse_options(DistOptions))

@@ -1,4 +1,4 @@
-"""The sender's side of ``dist``: packs a version part by part, and sends what is packed."""
+"""The sender of ``dist``: packs a version part by part, and sends parts once packed."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _DO_WITHOUT = "type shared_memory=False, and workers of this machine are sent we
 
 
 class DistSender(SharedMemorySender[DistPeer], StreamOwner):
-    """Serves workers over its own process groups, or in memory; see `sync_plugin_dist.protocol`.
+    """Sends versions over process groups or shared memory; see `sync_plugin_dist.protocol`.
 
     Args:
-        context: what the sender gave to `create_transport`.
+        context: the sender's context for `create_transport`.
         options: the options of the scheme.
 
     Raises:
-        OptionError: the host is not this machine, or the port is taken.
+        OptionError: the host is not this machine, or the port is in use.
     """
 
     def __init__(self, context: TransportContext, options: DistOptions) -> None:
         assert context.layout is not None
         self.part_nbytes = options.part_nbytes
         self.collective = options.topology == "broadcast"
-        # Three waits may follow each other: for a late worker, for a stalled transfer, and for
-        # a worker that does not return after it.
+        # An eighth, since three waits may follow each other: for a late worker, for a stalled
+        # transfer, and for a worker that does not return after it.
         self.patience = context.timeout / 8
         self._numbers = itertools.count(1)
-        # The bytes packed so far, of slots that are not packed entirely.
+        # By incompletely packed slot: the number of packed bytes.
         self._packed: dict[Slot, int] = {}
-        # Of slots that are packed, where workers verify what they are sent.
+        # By packed slot: its hash, if workers verify versions.
         self._sums: dict[Slot, str] = {}
         self._verifies = options.verifies
         self._shares_memory = options.shares_memory
@@ -76,17 +76,17 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
                 allocate=None if self._shares_memory else self._link.allocate,
             )
             if self.collective:
-                # Before any worker knows the address.
+                # Made before any worker knows the address.
                 self._common_stream = WorkerStream(self)
             self._opened = opened.pop_all()
 
     @property
     def publisher(self) -> Publisher:
-        """The slots and the workers."""
+        """The publisher with the slots and workers."""
         return self._publisher
 
     def address(self, worker_id: int) -> Endpoint:
-        """Return where to connect, the same for every worker."""
+        """Return the endpoint, which is the same for all workers."""
         del worker_id
         return self._endpoint
 
@@ -96,9 +96,9 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         worker_ids: Sequence[int],
         announced: Callable[[], None] | None = None,
     ) -> dict[int, Delivery]:
-        """Let the workers ask, and pack meanwhile; ``announced`` is called before that.
+        """Announce the version, call ``announced``, and pack while workers ask for it.
 
-        Workers of this machine are offered the version once it is packed.
+        Workers on this machine get the offer once the version is packed.
         """
         self.collect_answers()
         slot = self._publisher.reserve(payload.nbytes, worker_ids)
@@ -119,7 +119,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         finally:
             with self._publisher.lock:
                 slots = self._publisher.slots
-                # An interrupted version counts as not packed for as long as its slot exists.
+                # An interrupted version counts as not packed as long as its slot exists.
                 self._packed = {
                     s: n for s, n in self._packed.items() if n < s.nbytes and s in slots
                 }
@@ -136,7 +136,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
                     self._packed[slot] = done
                     for stream in self._all_streams():
                         stream.pump()
-                # While they are sent.
+                # Hash parts while others are sent.
                 while sums.count < len(parts) and ends[sums.count] <= done:
                     sums.add(parts[sums.count])
             if not self._verifies:
@@ -150,7 +150,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
                 stream.tell_sum()
 
     def welcome(self, peer: DistPeer) -> None:
-        """Let the worker know that it is served."""
+        """Notify the worker that it is accepted."""
         peer.served = True
         peer.local = self._shares_memory and peer.channel.passes_descriptors
         if self._common_stream is None:
@@ -165,7 +165,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         self.tell(peer, {"type": "welcome"})
 
     def offer_peer(self, peer: DistPeer) -> None:
-        """Tell the worker of the newest version meant for it."""
+        """Offer the worker the newest version meant for it."""
         newest = self._publisher.newest(peer.id)
         if peer.local:
             if all(slot.version != newest for slot in self._packed):
@@ -175,14 +175,14 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             self.tell(peer, {"type": "offer", "version": newest})
 
     def handle(self, peer: DistPeer, message: Message) -> None:
-        """Act on what a worker says."""
+        """Handle a worker's message."""
         kind = message["type"]
         if peer.local:
             super().handle(peer, message)
         elif kind == "answer":
             self._publisher.answer(peer.id, Answer.from_message(message["answer"]), peer)
         elif peer.served:
-            # Otherwise another receiver has its place.
+            # Else another receiver has replaced this one.
             self._handle_transfer(self._stream(peer), peer, message)
 
     def _handle_transfer(self, stream: WorkerStream, peer: DistPeer, message: Message) -> None:
@@ -207,7 +207,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             raise ValueError(f"{kind!r} is not a message")
 
     def withdraw(self, peer: DistPeer) -> None:
-        """Serve the worker no longer."""
+        """Stop serving the worker."""
         if peer.local:
             super().withdraw(peer)
         elif peer.served:
@@ -215,12 +215,12 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
             self._stream(peer).left(peer)
 
     def left(self, peer: DistPeer) -> None:
-        """Release what belongs to the worker."""
+        """Release the worker's resources."""
         self.withdraw(peer)
         super().left(peer)
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker, and its stream."""
+        """Remove a worker and its stream."""
         with self._publisher.lock:
             super().remove_worker(worker_id)
             stream = self._streams.pop(worker_id, None)
@@ -228,7 +228,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
                 stream.close()
 
     def describe_loss(self, peer: DistPeer, cause: Exception) -> str:
-        """Also name the workers that continue without it, where workers are served together."""
+        """Describe the loss; for a broadcast, also name the workers that continue."""
         reason = super().describe_loss(peer, cause)
         if not self.collective:
             return reason
@@ -236,34 +236,34 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         return f"{reason}; the group is made again without it, for workers: {others or 'none'}"
 
     def torn_down(self) -> None:
-        """Release the wires."""
+        """Close the process groups."""
         for stream in self._all_streams():
             stream.close()
         self._streams.clear()
         self._opened.close()
 
     def packed(self, slot: Slot) -> int:
-        """Return how many bytes of the slot may be sent already."""
+        """Return the number of bytes of the slot that can be sent."""
         return self._packed.get(slot, slot.nbytes)
 
     def sum_of(self, slot: Slot) -> str | None:
-        """Return the sum of a version; None where it is not packed, or workers do not verify."""
+        """Return a version's hash; None if it is not packed yet or workers do not verify."""
         return self._sums.get(slot)
 
     def next_number(self) -> int:
-        """A number for a wire."""
+        """Return a number for a process group."""
         return next(self._numbers)
 
     def open_wire(self, rendezvous: Rendezvous, size: int) -> TensorGroup:
-        """The sender's end of a wire."""
+        """Join a process group as the sender."""
         return TensorGroup(self._link, rendezvous, 0, size)
 
     def expected(self) -> set[int]:
-        """The workers that are connected, and have not the newest version meant for them."""
+        """Return the connected workers without the newest version meant for them."""
         return {i for i, peer in self._peers.items() if self._publisher.newest(i) > peer.seen}
 
     def revoke(self) -> None:
-        """Take back what still is on its way, and has been replaced."""
+        """Cancel transfers of replaced versions."""
         super().revoke()
         for stream in self._all_streams():
             stream.revoke()
@@ -274,7 +274,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
         if in_parts:
             yield from pack(payload, slot.block, self.part_nbytes)
         else:
-            # No chunk is sent meanwhile, so all threads may copy.
+            # No part is sent meanwhile, so all threads may copy.
             payload.pack(slot.block)
             yield slot.nbytes
 
@@ -290,7 +290,7 @@ class DistSender(SharedMemorySender[DistPeer], StreamOwner):
 def _listen(host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
-    except (OSError, UnicodeError) as error:  # a name that is too long is refused by a codec
+    except (OSError, UnicodeError) as error:  # a codec rejects names that are too long
         raise OptionError(
             f"cannot listen on {host:.80}, port {port or 'of any number'}: {error}; host= is an "
             "address of this machine that workers can reach, and without port= a free one is found"

@@ -1,4 +1,4 @@
-"""Workers that are served at once: when they get a version, and what if one fails meanwhile."""
+"""Send versions to one worker or to a broadcast's workers, and recover from failures."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sync_plugin_std.local import Message, Slot
 
 
 class LockedTimer:
-    """At most one action at a time waits for its moment.
+    """A timer with at most one pending action, which it runs under a lock.
 
     Args:
-        lock: held during every call, and during the action.
-        seconds: how long an action waits.
+        lock: held during every call and during the action.
+        seconds: the delay of an action.
     """
 
     def __init__(self, lock: AbstractContextManager[Any], seconds: float) -> None:
@@ -36,18 +36,18 @@ class LockedTimer:
 
     @property
     def running(self) -> bool:
-        """Return whether an action waits."""
+        """True while an action is pending."""
         return self._timer is not None
 
     def start(self, action: Callable[[], None]) -> None:
-        """Do something later."""
+        """Schedule an action."""
         timer = threading.Timer(self._seconds, lambda: self._ring(timer, action))
         timer.daemon = True
         self._timer = timer
         timer.start()
 
     def stop(self) -> None:
-        """Do nothing, then; not even if the moment has come, and the lock is waited for."""
+        """Cancel the action, even if its time has come and it is waiting for the lock."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -61,25 +61,25 @@ class LockedTimer:
 
 @dataclass(eq=False)
 class ChunkTransfer:
-    """The chunks that were sent, and the workers that lack some.
+    """The progress of sending one version.
 
     Args:
-        slot: where the version lies.
-        parts: as it is sent.
-        missing: the workers that have not received all of it.
+        slot: the slot with the version.
+        parts: the version's parts.
+        missing: the workers that have not received all parts.
     """
 
     slot: Slot
     parts: list[Tensor]
     missing: set[DistPeer]
-    #: Whether its sum was sent.
+    #: Whether the version's hash was sent.
     summed: bool = False
     _sent: int = 0
     _bytes_sent: int = 0
     _reached: tuple[int, ...] = ()
 
     def announcement(self, number: int, part_nbytes: int) -> Message:
-        """Return what tells a worker that this follows over the wire ``number``."""
+        """Return the message that announces the transfer over the wire with this number."""
         return {
             "type": "data",
             "number": number,
@@ -90,10 +90,10 @@ class ChunkTransfer:
         }
 
     def pump(self, wire: TensorGroup, ready: int) -> None:
-        """Send the parts that lie within the first ``ready`` bytes and have not gone.
+        """Send the unsent parts within the first ``ready`` bytes.
 
         Raises:
-            RuntimeError: the wire does not work.
+            RuntimeError: the process group is broken.
         """
         while self._sent < len(self.parts):
             part = self.parts[self._sent]
@@ -106,27 +106,27 @@ class ChunkTransfer:
                 wire.finish(self.slot.version)
 
     def gets_on(self, wire: TensorGroup) -> bool:
-        """Return whether anything has moved since this was last asked."""
+        """Return whether the transfer has progressed since the last call."""
         before = self._reached
         self._reached = (self._sent, wire.progress(), -len(self.missing))
         return self._reached != before
 
 
 _log = logging.getLogger("sync_core")
-# How often a process without descriptors looks whether it has some, in seconds.
+# How often a process without free descriptors checks again, in seconds.
 _PAUSE = 0.05
-# gloo has each end tell one.
+# The most keys per member; gloo sends one for each.
 _MAX_KEYS = 8
-# A group may fail by chance, as where a worker dies; after so many, a member is suspected of it.
+# A group may break by chance, as when a worker dies. After this many, its members are suspects.
 _MAX_BROKEN = 2
 
 
 class StreamConnection:
-    """At most one wire at a time. The publisher's lock is held during every call.
+    """Makes and closes a stream's wire: a process group with workers, at most one at a time.
 
     Args:
-        office: the sender.
-        opened: called when the wire is there, or could not be made, unless it was given up.
+        office: the sender; its publisher's lock is held during calls.
+        opened: called when the wire was made or could not be made, unless it was given up.
     """
 
     def __init__(self, office: StreamOwner, opened: Callable[[], None]) -> None:
@@ -136,20 +136,20 @@ class StreamConnection:
         self._told: Counter[DistPeer] = Counter()
         self._keys: set[str] = set()
         self._ranks: dict[DistPeer, int] = {}
-        #: The number of the wire that is there, or is being made; 0 for none.
+        #: The number of the current wire, made or in the making; 0 for none.
         self.number = 0
-        #: The workers at its other ends.
+        #: The workers of the wire.
         self.members: tuple[DistPeer, ...] = ()
-        #: The wire, once it is there.
+        #: The wire, once it is made.
         self.wire: TensorGroup | None = None
 
     @property
     def connecting(self) -> bool:
-        """Return whether a wire is being made."""
+        """True while a wire is being made."""
         return self._rendezvous is not None
 
     def connect(self, members: tuple[DistPeer, ...]) -> None:
-        """Make a wire to these workers, in place of the one that there is."""
+        """Make a wire to these workers, instead of the current one."""
         self.end()
         number = self._office.next_number()
         rendezvous = Rendezvous(
@@ -166,16 +166,16 @@ class StreamConnection:
             invitation = {"type": "wire", "number": number, "rank": rank, "size": size}
             self._office.tell(peer, invitation)
             if self.number != number:
-                return  # that one is gone, and so is this wire
+                return  # the worker is gone, and so is this wire
         threading.Thread(
             target=self._open, args=(rendezvous, size), name="sync-dist-connect", daemon=True
         ).start()
 
     def hear(self, peer: DistPeer, message: Message) -> None:
-        """A worker tells a key, which is for the others too.
+        """Handle a key from a worker, and pass it to the others.
 
         Raises:
-            ValueError: it is invalid.
+            ValueError: the key is not valid.
         """
         if message["number"] != self.number or peer not in self.members:
             return
@@ -183,7 +183,7 @@ class StreamConnection:
         if self._told[peer] > _MAX_KEYS:
             raise ValueError("it tells more keys than any wire has")
         key, _ = read_key(message)
-        # gloo names a key after the rank of the end that tells it.
+        # gloo names a key after its sender's rank.
         end = key.rpartition("/")[2]
         if key in self._keys or (end.isdecimal() and int(end) != self._ranks[peer]):
             raise ValueError(f"the key {key!r:.80} is another end's")
@@ -195,11 +195,11 @@ class StreamConnection:
         self._tell(told, peer)
 
     def drop(self, peer: DistPeer) -> None:
-        """The worker is gone, and the wire of no use to the others."""
+        """Close the wire, since a worker of it is gone."""
         self.members = tuple(member for member in self.members if member is not peer)
 
     def end(self) -> None:
-        """Close the wire, or give up making it."""
+        """Close the wire, or stop making it."""
         self.number, self.members, self._rendezvous = 0, (), None
         self._told.clear()
         self._keys.clear()
@@ -225,7 +225,7 @@ class StreamConnection:
         if not enough_descriptors(size):
             _log.warning(advice(size))
         while not enough_descriptors(size):
-            # Until the workers give it up, at the latest.
+            # At most until the workers give the wire up.
             if rendezvous is not self._rendezvous:
                 return
             time.sleep(_PAUSE)
@@ -243,14 +243,14 @@ class StreamConnection:
 
 
 class WorkerStream:
-    """Serves one worker, or all of a collective, over one wire.
+    """Sends versions to one worker, or to all workers of a broadcast, over one wire.
 
-    It waits until the workers of a version ask for it, connects to just them unless it
-    has that already, and sends. Whatever fails meanwhile ends the wire; those that have not got
-    the version are asked to begin again, and get it over a new wire, without the one that is gone
-    or does not move. Any member can break a wire, and none can prove that it has not. So after two
-    broken wires the members are suspects: each is served alone, after the others, and joins them
-    again once it has received a version alone. The publisher's lock is held during every call.
+    The stream waits until the workers of a version ask for it, makes a wire to exactly these
+    workers, and sends. A failure ends the wire: workers without the version are asked to begin
+    again, and get it over a new wire without the worker that is gone or stuck. Any member may have
+    broken a wire, and the stream cannot find out which. So after two broken wires, all members are
+    suspects: each is served alone, after the others, and rejoins them once it has received a
+    version. The publisher's lock is held during every call.
     """
 
     def __init__(self, office: StreamOwner) -> None:
@@ -261,24 +261,24 @@ class WorkerStream:
         self._timer = LockedTimer(office.publisher.lock, office.patience)
         self._waited_enough = False
         self._beginning_again = False
-        # The groups that have broken since one has worked, and the workers that were in the last.
+        # The number of broken wires since the last working one, and the members of the last.
         self._broken = 0
         self._suspects: set[int] = set()
         self._connected_at = 0.0
 
     def ask(self, peer: DistPeer) -> None:
-        """The worker waits for the newest version."""
+        """Note that a worker waits for the newest version."""
         if self._shipment is not None and peer in self._shipment.missing:
             return  # it had asked before the request to begin again
         self._asking[peer] = None
         self._advance()
 
     def hear(self, peer: DistPeer, message: Message) -> None:
-        """The worker tells the other ends of the wire how to find it."""
+        """Handle a worker's rendezvous key."""
         self._junction.hear(peer, message)
 
     def received(self, peer: DistPeer) -> None:
-        """The worker has all that it was sent."""
+        """Note that a worker has received the version."""
         shipment = self._shipment
         if shipment is None or peer not in shipment.missing:
             return
@@ -287,18 +287,18 @@ class WorkerStream:
             self._finish()
 
     def broken(self, number: int) -> None:
-        """A worker found that the wire does not work."""
+        """Handle a worker's report that the wire is broken."""
         if number == self._junction.number:
             self._give_up()
 
     def given_up(self, peer: DistPeer) -> None:
-        """The worker was interrupted: it asks no more, and has left the wire."""
+        """Handle an interrupted worker, which has withdrawn its request and left the wire."""
         self._asking.pop(peer, None)
         if peer in self._junction.members:
             self._give_up()
 
     def left(self, peer: DistPeer) -> None:
-        """The worker is not served any more."""
+        """Stop serving a worker."""
         self._asking.pop(peer, None)
         if peer in self._junction.members:
             self._count_broken()
@@ -308,7 +308,7 @@ class WorkerStream:
             self._advance()
 
     def pump(self) -> None:
-        """Send what was packed in the meantime."""
+        """Send the parts that were packed since the last call."""
         shipment, wire = self._shipment, self._junction.wire
         if shipment is None or wire is None:
             return
@@ -318,7 +318,7 @@ class WorkerStream:
             self._give_up()
 
     def tell_sum(self) -> None:
-        """Send the workers the sum of what they are sent, once it is known."""
+        """Send the workers the version's hash, once it is known."""
         shipment = self._shipment
         if shipment is None or shipment.summed:
             return
@@ -331,10 +331,10 @@ class WorkerStream:
         for peer in self._junction.members:
             self._office.tell(peer, message)
             if self._shipment is not shipment:
-                return  # that one is gone, and the others begin again
+                return  # the worker is gone, and the others begin again
 
     def revoke(self) -> None:
-        """Give up sending a version in whose place there is another one, or none."""
+        """Stop sending a version that was replaced or withdrawn."""
         shipment = self._shipment
         if shipment is None:
             return
@@ -343,7 +343,7 @@ class WorkerStream:
             self._begin_again()
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Stop all transfers."""
         self._timer.stop()
         self._junction.end()
         self._asking.clear()
@@ -370,12 +370,12 @@ class WorkerStream:
             self._junction.connect(members)
 
     def _stop_connecting(self) -> None:
-        """Give up a wire that suspects may have kept from being made."""
+        """Give up making a wire that suspects may be blocking."""
         if self._junction.connecting:
             self._give_up()
 
     def _next_members(self) -> tuple[DistPeer, ...]:
-        """Return the workers that are served next: a group of those that are not suspects."""
+        """Return the workers to serve next: all that are not suspects, or else one suspect."""
         trusted = [peer for peer in self._asking if peer.id not in self._suspects]
         if not trusted:
             return (next(iter(self._asking)),)
@@ -384,7 +384,7 @@ class WorkerStream:
         return tuple(sorted(members, key=lambda peer: peer.id))
 
     def _late(self) -> set[int]:
-        """Return the workers of the next group that have not asked."""
+        """Return the workers of the next group that have not asked yet."""
         asking = {peer.id for peer in self._asking}
         return self._office.expected() - self._suspects - asking
 
@@ -425,14 +425,14 @@ class WorkerStream:
         for peer in members:
             self._office.tell(peer, announcement)
             if self._shipment is not shipment:
-                return  # that one is gone, and the others begin again
+                return  # the worker is gone, and the others begin again
         if self._office.collective:
             self._timer.start(self._look_after)
         self.pump()
         self.tell_sum()
 
     def _look_after(self) -> None:
-        """Restart a transfer that has made no progress since the last call."""
+        """Restart a transfer without progress since the last call."""
         shipment, wire = self._shipment, self._junction.wire
         if shipment is None or wire is None:
             return
@@ -456,7 +456,7 @@ class WorkerStream:
         self._advance()
 
     def _give_up(self) -> None:
-        """Begin again, as the wire does not work."""
+        """Begin again, since the wire is broken."""
         self._count_broken()
         self._begin_again()
 
@@ -466,7 +466,7 @@ class WorkerStream:
             return
         self._broken += 1
         waited = time.monotonic() - self._connected_at
-        # The deadline leaves no time for a second group that does not come together.
+        # There is no time before the deadline for another group whose members do not all join.
         silent = self._junction.wire is None and waited >= self._office.patience
         if silent or self._broken >= _MAX_BROKEN:
             self._suspects.update(peer.id for peer in members)
@@ -477,7 +477,7 @@ class WorkerStream:
         members = self._junction.members
         self._junction.end()
         self._waited_enough = False
-        # Another may be found dead meanwhile; nothing begins before all were notified.
+        # Another worker may be found dead meanwhile; start nothing before all are notified.
         self._beginning_again = True
         for peer in members:
             if shipment is not None:

@@ -1,4 +1,4 @@
-"""The interface of the sender to its streams, and its view of a worker."""
+"""The interface of a sender for its streams, and the sender's state of a worker."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sync_plugin_std.local import LocalPeer, Message, Publisher, Slot
 
 @dataclass(eq=False)
 class DistPeer(LocalPeer):
-    """A worker.
+    """The sender's state of a worker.
 
     Args:
-        served: whether it is served: its hello has arrived, and it was not replaced.
-        local: whether it reads versions in the sender's memory.
-        announced: the newest version that was announced to it, if it has a stream.
+        served: whether it is served: it has said hello and was not replaced.
+        local: whether it reads versions from the sender's memory.
+        announced: the newest version announced to it, if it has a stream.
     """
 
     served: bool = False
@@ -27,51 +27,51 @@ class DistPeer(LocalPeer):
 
     @property
     def id(self) -> int:
-        """Its worker's id, which is known once it is served."""
+        """The worker's id, known once it is served."""
         assert self.worker_id is not None
         return self.worker_id
 
 
 class StreamOwner(ABC):
-    """A sender, to its streams."""
+    """The interface of a sender for its streams."""
 
     part_nbytes: int
-    #: Whether a stream has one wire for several workers.
+    #: Whether a stream has one process group for several workers.
     collective: bool
-    #: How long a wire may take to come together, in seconds.
+    #: How long the members of a process group may take to join, in seconds.
     timeout: float
-    #: How long workers wait for those that are late, and for a transfer that does not get on.
+    #: How long to wait for late workers and for a transfer without progress, in seconds.
     patience: float
 
     @property
     @abstractmethod
     def publisher(self) -> Publisher:
-        """The slots and the workers."""
+        """The publisher with the slots and workers."""
 
     @abstractmethod
     def tell(self, peer: DistPeer, message: Message, descriptors: Sequence[int] = ()) -> bool:
-        """Send a message; False when the worker is gone."""
+        """Send a message; return False if the worker is gone."""
 
     @abstractmethod
     def offer_peer(self, peer: DistPeer) -> None:
-        """Tell the worker of the newest version, if it has not seen that."""
+        """Offer the worker the newest version, unless it has seen that."""
 
     @abstractmethod
     def packed(self, slot: Slot) -> int:
-        """Return how many bytes of the slot may be sent already."""
+        """Return the number of bytes of the slot that can be sent."""
 
     @abstractmethod
     def sum_of(self, slot: Slot) -> str | None:
-        """Return the sum of a version; None where it is not packed, or workers do not verify."""
+        """Return a version's hash; None if it is not packed yet or workers do not verify."""
 
     @abstractmethod
     def next_number(self) -> int:
-        """A number for a wire."""
+        """Return a number for a process group."""
 
     @abstractmethod
     def open_wire(self, rendezvous: Rendezvous, size: int) -> TensorGroup:
-        """The sender's end of a wire; blocks until the other ends are there."""
+        """Join a process group as the sender; block until the other members have joined."""
 
     @abstractmethod
     def expected(self) -> set[int]:
-        """The workers that are connected, and have not the newest version meant for them."""
+        """Return the connected workers without the newest version meant for them."""
