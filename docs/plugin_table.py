@@ -39,7 +39,7 @@ ARGUMENTS = {
 # Without arguments these do nothing; or they need other models at the two ends, or a process group.
 OWN_TESTS = {
     *(("layer", name) for name in ("fuse", "rename", "split", "stack", "transpose", "unstack")),
-    *(("layer", name) for name in ("fp8", "interval", "lora")),
+    *(("layer", name) for name in ("fp8", "interval", "keep", "lora")),
     *(("scheme", name) for name in ("none", "rpc", "sharded")),
     ("worker group", "rpc"),
 }

@@ -85,7 +85,7 @@ print(json.dumps([entry.name for group, entry in entries]))
 STANDARD = {
     *("none", "thread", "shm", "mp", "file"),
     *("inline", "process"),
-    *("bf16", "fp16", "fp8", "zstd", "select", "lora"),
+    *("bf16", "fp16", "fp8", "zstd", "keep", "select", "lora"),
     *("rename", "fuse", "split", "stack", "unstack", "transpose"),
     *("finite", "interval", "metrics", "checksum", "readback"),
     *("left-out", "given", "held"),

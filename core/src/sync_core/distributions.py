@@ -70,7 +70,7 @@ KNOWN = MappingProxyType(
         },
         LAYERS: dict.fromkeys(
             (
-                *("bf16", "fp16", "fp8", "zstd", "lora", "select"),
+                *("bf16", "fp16", "fp8", "zstd", "keep", "lora", "select"),
                 *("rename", "fuse", "split", "stack", "unstack", "transpose"),
                 *("finite", "interval", "metrics"),
             ),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sync_plugin_std.layers.finite import Finite
     from sync_plugin_std.layers.float8 import Float8Blocks
     from sync_plugin_std.layers.interval import Interval
+    from sync_plugin_std.layers.keep import Keep
     from sync_plugin_std.layers.metrics import Metrics
     from sync_plugin_std.layers.record import Record
     from sync_plugin_std.layers.regrouping import Fuse, Rename, Split, Transpose
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     rename, fuse, split, transpose = Rename, Fuse, Split, Transpose
     stack, unstack, select, lora = Stack, Unstack, Select, Lora
-    bf16, fp16, fp8, zstd = BFloat16, Float16, Float8Blocks, Zstd
+    bf16, fp16, fp8, zstd, keep = BFloat16, Float16, Float8Blocks, Zstd, Keep
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ __all__ = [
     "Fuse",
     "History",
     "Interval",
+    "Keep",
     "Lora",
     "Metrics",
     "Readback",
@@ -68,6 +70,7 @@ __all__ = [
     "fp16",
     "from_getter",
     "fuse",
+    "keep",
     "lora",
     "optimizer_weights",
     "receive_together",
@@ -93,6 +96,7 @@ _PLACES = {
     "Fuse": ("layers.regrouping", "Fuse"),
     "History": ("history", "History"),
     "Interval": ("layers.interval", "Interval"),
+    "Keep": ("layers.keep", "Keep"),
     "Lora": ("layers.adapters", "Lora"),
     "Metrics": ("layers.metrics", "Metrics"),
     "Record": ("layers.record", "Record"),
@@ -115,6 +119,7 @@ _PLACES = {
     "fp16": ("layers.cast", "Float16"),
     "fp8": ("layers.float8", "Float8Blocks"),
     "fuse": ("layers.regrouping", "Fuse"),
+    "keep": ("layers.keep", "Keep"),
     "lora": ("layers.adapters", "Lora"),
     "rename": ("layers.regrouping", "Rename"),
     "select": ("layers.selection", "Select"),
