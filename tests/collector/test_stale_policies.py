@@ -176,7 +176,7 @@ class Exploring(Scale):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rate, self.unknown, self.steps = 1.0, float("nan"), 0
+        self.rate, self.unknown = 1.0, float("nan")
         self.register_buffer("sent", torch.ones(()))
         self.dropout = torch.nn.Dropout(0.5)
 
@@ -186,7 +186,6 @@ def test_an_attribute_that_no_update_sends_gives_one_warning() -> None:
     with collector(policy, sync=True) as made, warnings.catch_warnings():
         warnings.simplefilter("error")
         policy.sent.fill_(0.5)
-        policy.steps += 1
         policy.eval()
         made.update_policy_weights_()
         policy.rate = 0.5

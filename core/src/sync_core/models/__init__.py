@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from sync_core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from sync_core.models.attributes import UnsentAttributes
     from sync_core.models.binding import Binding, consolidate
     from sync_core.models.extract import (
         ComputedWeights,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _MODULES = {
+    "sync_core.models.attributes": ("UnsentAttributes",),
     "sync_core.models.binding": ("Binding", "consolidate"),
     "sync_core.models.extract": ("ComputedWeights", "Strategy", "named_tensors", "tensors_of_rank"),
     "sync_core.models.finder": ("tensor_finder",),
@@ -40,6 +42,7 @@ __all__ = [
     "RegionSource",
     "Strategy",
     "TensorStream",
+    "UnsentAttributes",
     "bytes_of",
     "cast_within",
     "check_match",

@@ -42,7 +42,7 @@ from sync_core.sending.membership import Membership, MembershipEvent
 from sync_core.sending.pending import PendingSend, tell
 from sync_core.sending.pipeline import Pipeline, Terms
 from sync_core.sending.source import Source
-from sync_core.sending.unchanged import Repeats
+from sync_core.sending.unchanged import Repeats, UnsentLog
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
 from sync_core.transports.transport import Delivery, SenderTransport
@@ -187,6 +187,7 @@ class Sender(Updater):
         )
         self._cadence = PushCounter(self._pipeline.stack, model_id)
         self._repeats = Repeats()
+        self._unsent = None if "same_object" in self.capabilities else UnsentLog()
         self._version = check_count(version, "version", least=0)
         # The number of a send that this rank of a trainer has failed to begin.
         self._failed = 0
@@ -896,6 +897,9 @@ class Sender(Updater):
                 self._run_post_hooks()
         finally:
             self._repeats.count(report, self._source.found)
+            # A collector warns by itself.
+            if self._unsent is not None and self.collector is None:
+                self._unsent.look(self._source.found, self.model_id)
             tell(report, tuple(self._reporters.values()))
         return report
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sync_core.models.attributes import UnsentAttributes
 from sync_core.report import SendReport
 from sync_core.weights.block import Block
 from sync_core.weights.layout import Layout, TensorSpec
@@ -35,6 +36,8 @@ _DIFFERENT, _SECONDS = 8, 0.01
 # The versions whose samples are known, and by how many bytes a sample must differ from the one
 # before so that training has changed it: by fewer where only a counter or a flag in it changes.
 _KNOWN, _TRAINED = 4096, 64
+# Attributes are compared at each power of two of sends, and at each multiple of this number.
+_SELDOM = 256
 # The most sends that follow each other without checksums where samples prove to be misleading.
 _LONGEST_REST = 64
 
@@ -154,6 +157,33 @@ class Repeats:
     def keep_quiet(self) -> None:
         """Warn no more: the weights are a part of a version, of which another part may change."""
         self._warns = False
+
+
+class UnsentLog:
+    """Warns once, in the log, of an attribute that has changed since the first send of a model."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._attributes: UnsentAttributes | None = None
+        self._sends = 0
+
+    def look(self, model: Any, model_id: str) -> None:
+        """Compare, at sends of which the number is a power of two, or a multiple of 256.
+
+        Args:
+            model: what was sent: a module, modules by name, or anything else.
+            model_id: its name, for the message.
+        """
+        if model is not self._model:
+            named = model if isinstance(model, Mapping) else {model_id: model}
+            self._model, self._attributes, self._sends = model, UnsentAttributes(named), 1
+            return
+        self._sends += 1
+        if self._attributes is None or (self._sends & (self._sends - 1) and self._sends % _SELDOM):
+            return
+        if changes := self._attributes.changes():
+            self._attributes = None
+            _log.warning("%s; this warning comes once", changes[0].advice)
 
 
 class _ElsewhereError(Exception):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,13 @@ from sync_collector.batch_requests import BatchRequests
 from sync_collector.model_weights import ModelWeights
 from sync_collector.worker_pool import PoolWorker, WorkerPool
 from sync_core import PendingSend, SendError, WorkerLostError
+from sync_core.models import UnsentAttributes
 
 # How many values of a tensor are compared at most. A training step changes nearly all of them.
 _VALUES = 256
 # After how many batches without an update an optimizer of the policy is looked for, which takes
 # tens of milliseconds.
 _BATCHES = 5
-# Whose modules have attributes that no trainer changes.
-_LIBRARIES = ("torch", "tensordict", "torchrl")
 
 
 class StaleWatch:
@@ -90,12 +88,7 @@ class StaleWatch:
 
 
 class AttributeWatch:
-    """Warns once where the trainer changes a number of a model that no update sends.
-
-    Numbers and flags that are attributes of a module, such as ``policy.epsilon = 0.1``, are neither
-    parameters nor buffers, so that workers keep those that they began with. Those of torch's own
-    modules are not compared, nor is the mode of ``train()`` and ``eval()``, which a trainer changes
-    for itself.
+    """Warns once where the trainer changes an attribute of a model that no update sends.
 
     Args:
         weights: reports updates.
@@ -103,31 +96,15 @@ class AttributeWatch:
     """
 
     def __init__(self, weights: ModelWeights, models: Mapping[str, Any]) -> None:
-        self._known = [
-            (".".join(filter(None, (name, path))), module, attribute, value)
-            for name, model in models.items()
-            if isinstance(model, nn.Module)
-            for path, module in model.named_modules()
-            if type(module).__module__.partition(".")[0] not in _LIBRARIES
-            for attribute, value in vars(module).items()
-            if type(value) in (float, bool) and attribute != "training" and not math.isnan(value)
-        ]
+        self._attributes: UnsentAttributes | None = UnsentAttributes(models)
         weights.on_update.append(self._updated)
 
     def _updated(self, worker_ids: Sequence[int]) -> None:
-        for path, module, name, value in self._known if worker_ids else ():
-            new = getattr(module, name, value)
-            if new != value and type(new) in (float, bool):
-                self._known = []
-                warnings.warn(
-                    f"{path}.{name} changed from {value} to {new} in the trainer, and workers keep "
-                    f"{value}: an update sends parameters and buffers. If workers act by it, type "
-                    f"self.register_buffer({name!r}, torch.tensor({value})) in "
-                    f"{type(module).__name__}, and {path}.{name}.fill_({new}) for "
-                    f"{path}.{name} = {new}",
-                    stacklevel=8,
-                )
-                return
+        if self._attributes is not None and worker_ids:
+            changes = self._attributes.changes()
+            if changes:
+                self._attributes = None
+                warnings.warn(changes[0].advice, stacklevel=8)
 
 
 def has_optimizer(models: Mapping[str, Any]) -> bool:
