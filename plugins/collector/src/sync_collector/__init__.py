@@ -1,4 +1,4 @@
-"""Collects experience with workers, and keeps their policies fresh."""
+"""Collects experience with worker processes, and keeps their policies up to date."""
 
 from typing import TYPE_CHECKING
 

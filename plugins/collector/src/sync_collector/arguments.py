@@ -1,4 +1,4 @@
-"""The arguments of a collector: checked, and in the form in which its parts take them."""
+"""Checks the arguments of a collector and converts them for the parts of the collector."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class Arguments:
     """The parts of a collector before anything is started.
 
     Args:
-        specs: what each worker is made from, the policy among it.
-        num_workers: the number of workers at first.
+        specs: the specification of each worker, including its policy.
+        num_workers: the initial number of workers.
         group: the worker group.
         group_options: options of the group.
         on_worker_failure: see `Collector`.
         timeout: deadline of blocking calls, in seconds.
-        sync: whether a batch is made by all workers.
+        sync: whether all workers together make each batch.
         total_frames: the frames after which the collector ends; -1 for never.
-        random_frames: the frames that are made at random; -1 for none.
-        interval: after how many batches a worker is updated automatically; -1 for never.
+        random_frames: the number of frames with random actions; -1 for none.
+        interval: a worker is updated automatically after this number of batches; -1 for never.
         schemes: the scheme of each model that the collector's workers hold.
         elsewhere: the scheme of each model that other workers hold.
-        models: the trainer's models, the policy apart.
-        output: the last steps of a batch.
+        models: the trainer's models, except the policy.
+        output: post-processes batches and writes them to the replay buffer.
         reporter: logs statistics.
-        receivers: addresses that the collector receives models from.
+        receivers: addresses from which the collector receives models.
     """
 
     specs: WorkerSpecs
@@ -132,7 +132,7 @@ class Arguments:
         batch = named.batch
         if batch.postproc is not None:
             check_function(batch.postproc, "postproc")
-        # Workers have no process group of torch's, and act with the module inside.
+        # Workers have no torch process group, so they act with the module inside the wrapper.
         policy, known = unwrapped(policy), unwrapped_models(models)
         of_sender = {"layers": layers, "zero_copy": zero_copy, **(scheme_options or {})}
         all_schemes = schemes_of(scheme, of_sender, weight_sync_schemes, known)
@@ -205,7 +205,7 @@ class Arguments:
         )
 
 
-# What does the job of arguments that TorchRL's collectors have.
+# What to type instead of arguments that only TorchRL's collectors have.
 _ELSEWHERE = {
     "num_collectors": "num_workers=… says how many workers there are",
     "collector_class": (
@@ -243,7 +243,7 @@ def check_names(given: Mapping[str, Any], owner: type) -> None:
 
 
 def _meant(name: str, value: Any, owner: type) -> str:
-    """Return what to type in place of an argument that there is not."""
+    """Return what to type instead of an unknown argument."""
     answers = {**_ELSEWHERE, **GIVEN_BY_COLLECTOR}
     if name in answers:
         return answers[name]

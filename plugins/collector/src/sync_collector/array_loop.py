@@ -1,4 +1,4 @@
-"""The loop over steps for environments that give arrays, without a TensorDict in each step."""
+"""The step loop for environments that return arrays; it makes no TensorDict per step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows: TypeAlias = Mapping[Any, np.ndarray[Any, Any]]
 
 
 class RandomChooser:
-    """Lets the environment choose; a chooser keeps values to record beside what is seen."""
+    """Lets the environment choose random actions."""
 
     def __init__(self, env: ArrayEnv) -> None:
         self.root: list[Leaves] = []
@@ -36,14 +36,14 @@ class RandomChooser:
         self._sample = env.sample_action
 
     def choose(self, t: int) -> Tensor:
-        """A random action."""
+        """Return a random action."""
         action = torch.as_tensor(self._sample(), device="cpu")
         self.root[t:] = [{"action": action.clone()}]
         return action
 
 
 class TensorChooser:
-    """Asks a policy that takes observations.
+    """Calls a policy that takes observations.
 
     Args:
         policy: the policy.
@@ -59,7 +59,7 @@ class TensorChooser:
         self._inputs = list(zip(*inputs, strict=True))
 
     def choose(self, t: int) -> Tensor:
-        """The policy's action."""
+        """Return the policy's action."""
         outputs = self._outputs(*self._inputs[t])
         made = {key: value.detach().cpu() for key, value in outputs.items()}
         self.root[t:] = [copy_of(made)]
@@ -67,14 +67,14 @@ class TensorChooser:
 
 
 class TensorDictChooser:
-    """Asks a policy of TensorDicts.
+    """Calls a policy that takes a TensorDict.
 
     Args:
         policy: the policy.
         seen: the observations, by key; time is their first dimension.
-        batch_size: of the environment.
-        carried: what the policy set under ``"next"`` in the last step, which is its root in the
-            next one; changed as steps are made.
+        batch_size: the batch size of the environment.
+        carried: entries that the policy set under ``"next"`` in the last step; they are at the root
+            of the next step. Updated after every step.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class TensorDictChooser:
         self._carried = carried
 
     def choose(self, t: int) -> Tensor:
-        """The policy's action; what else it sets is recorded too."""
+        """Return the policy's action, and record its other outputs."""
         given = {key: rows[t] for key, rows in self._rows.items()}
         source = {**given, **self._flags, **self._carried}
         result = self._policy(TensorDict(source, batch_size=self._batch_size))
@@ -119,19 +119,19 @@ Chooser: TypeAlias = RandomChooser | TensorChooser | TensorDictChooser
 
 @dataclass(slots=True)
 class _Rows:
-    """A batch that is being gathered: how far it has come, and a row for each of its steps.
+    """A batch in progress: one row for each step, and the number of steps made.
 
     Args:
         steps: the number of steps.
-        seen: the observations; one row more, which is where the next batch continues.
-        following: the true outcome of each step, also where an episode ended.
-        reward: of each step.
-        terminated: of each step.
-        truncated: of each step.
-        versions: of the policy that acted.
+        seen: the observations. The extra last row is where the next batch continues.
+        following: the true outcome of each step, also at the end of an episode.
+        reward: the reward of each step.
+        terminated: the flag of each step.
+        truncated: the flag of each step.
+        versions: the version of the policy in each step.
         chooser: chooses the actions.
-        action: chosen for the next step, which was cut short; None if it is still to be chosen.
-        stepped: what the step being made gave; None before that.
+        action: the action of an interrupted step; None if it is not chosen yet.
+        stepped: the result of the step in progress; None before there is one.
         made: the steps made.
         begins: see `Steps`.
     """
@@ -167,15 +167,15 @@ class ArrayLoop:
         return [key for key, spec in self._env.array_specs.items() if not spec.info]
 
     def restart(self) -> None:
-        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+        """Begin the next run with a reset, and drop the steps of an interrupted run."""
         self._current: Arrays | None = None
-        # Where an episode has ended, so that another is to begin before the next step.
+        # The environments whose episode has ended; they are reset before the next step.
         self._ended: np.ndarray[Any, Any] | None = None
         self._carried: Leaves = {}
         self._rows: _Rows | None = None
 
     def midway(self) -> bool:
-        """Return whether a run was cut short."""
+        """Return whether a run was interrupted."""
         return self._rows is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class ArrayLoop:
         return {"current": self._current, "ended": self._ended, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Restore a state that `state_dict` returned."""
         self.restart()
         self._current, self._ended = state["current"], state["ended"]
         self._carried = state["carried"]
@@ -194,7 +194,7 @@ class ArrayLoop:
         policy: TensorPolicy | TensorDictPolicy | None,
         between_steps: BetweenSteps,
     ) -> Steps:
-        """Go on for some steps; None as the policy means random actions."""
+        """Run some steps; with None as the policy, the actions are random."""
         rows = self._rows
         if rows is None:
             rows = self._rows = self._new_rows(steps, policy)
@@ -211,7 +211,7 @@ class ArrayLoop:
             self._reset_ended(rows)
             rows.versions[t] = between_steps()
             action = as_array(rows.chooser.choose(t))
-            # Once in a batch, whose actions have one shape.
+            # Once per batch suffices: all its actions have one shape.
             if t == 0:
                 self._check_action(action)
             rows.action = action
@@ -230,7 +230,7 @@ class ArrayLoop:
         rows.action, rows.stepped, rows.made = None, None, t + 1
 
     def _cut_episodes(self, rows: _Rows) -> None:
-        """Truncate all episodes with the step before, and begin others."""
+        """Truncate all episodes after the previous step, and begin new ones."""
         t = rows.made
         if t:
             rows.truncated[t - 1] |= ~rows.terminated[t - 1]
@@ -241,7 +241,7 @@ class ArrayLoop:
         rows.action = None
 
     def _check_action(self, action: np.ndarray[Any, Any]) -> None:
-        """Raise `TypeError` unless there is one for each environment of the batch."""
+        """Raise `TypeError` unless there is one action for each environment of the batch."""
         if action.shape[: len(self._batch)] != self._batch:
             wanted = ", ".join(map(str, self._batch))
             raise TypeError(
@@ -313,5 +313,5 @@ class ArrayLoop:
         return Steps(root, outcome, ended, torch.from_numpy(rows.versions), rows.begins)
 
     def _column(self, rows: np.ndarray[Any, Any]) -> Tensor:
-        """Put time behind the batch dimensions."""
+        """Move the time dimension behind the batch dimensions."""
         return torch.from_numpy(rows).movedim(0, len(self._batch)).contiguous()

@@ -1,4 +1,4 @@
-"""Automatic updates of a collector's workers, and warnings about what they do not get."""
+"""Updates workers automatically, and warns about stale workers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sync_collector.worker_pool import PoolWorker, WorkerPool
 from sync_core import PendingSend, SendError, WorkerLostError
 from sync_core.models import UnsentAttributes
 
-# How many values of a tensor are compared at most. A training step changes nearly all of them.
+# The most values of a tensor that are compared. A training step changes nearly all of them.
 _VALUES = 256
-# After how many batches without an update an optimizer of the policy is looked for, which takes
-# tens of milliseconds.
+# After this number of batches without an update, search for an optimizer of the policy. The search
+# takes tens of milliseconds.
 _BATCHES = 5
 
 
 class StaleWatch:
-    """Compares the trainer's models with what they were when the workers got their copies.
+    """Warns when the trainer's models change but no update is ever sent to the workers.
 
     Up to 256 values of each tensor are compared, evenly spread, before every batch until the first
-    update. So a training step is seen however it writes; a change of a few values in a large tensor
-    may be missed. A model that does not change is expected to where an optimizer has it.
+    update. So a training step is noticed, but a change of a few values in a large tensor may be
+    missed. A model without changes counts as trained if an optimizer has its parameters.
 
     Args:
         weights: reports updates.
-        models: the trainer's models of which workers have copies.
+        models: the trainer's models that workers have copies of.
     """
 
     def __init__(self, weights: ModelWeights, models: Mapping[str, Any]) -> None:
@@ -43,15 +43,15 @@ class StaleWatch:
         self._ended = not models
         self._known = None if self._ended else _samples(models)
         self._batches, self._has_warned = 0, False
-        #: How many batches began with models that had changed and were never sent since.
+        #: The number of batches that began with changed models that were never sent.
         self.changes = 0
         weights.on_update.append(self._updated)
 
     def look(self, *, random: bool = False) -> None:
-        """Count a change of the models, as no worker was ever sent weights, and warn; once.
+        """Count a change of the models if no weights were ever sent, and warn once.
 
         Args:
-            random: whether the next batch is made without a policy.
+            random: whether the next batch has random actions.
         """
         if self._ended:
             return
@@ -67,7 +67,7 @@ class StaleWatch:
         self._batches += not random
 
     def restart(self) -> None:
-        """Begin again, after a state was loaded, with the models as they are at the next look."""
+        """After a state was loaded, compare later models with those at the next `look`."""
         self._ended, self._known = not self._models, None
         self._batches = self.changes = 0
 
@@ -88,11 +88,11 @@ class StaleWatch:
 
 
 class AttributeWatch:
-    """Warns once where the trainer changes an attribute of a model that no update sends.
+    """Warns once if the trainer changes an attribute of a model that updates do not send.
 
     Args:
         weights: reports updates.
-        models: the trainer's models of which workers have copies.
+        models: the trainer's models that workers have copies of.
     """
 
     def __init__(self, weights: ModelWeights, models: Mapping[str, Any]) -> None:
@@ -108,7 +108,7 @@ class AttributeWatch:
 
 
 def has_optimizer(models: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer has a parameter of a model; this visits all objects there are.
+    """Return whether an optimizer has a parameter of a model; visits all live objects.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -120,14 +120,14 @@ def has_optimizer(models: Mapping[str, Any]) -> bool:
     """
     modules = [model for model in models.values() if isinstance(model, nn.Module)]
     own = {id(parameter) for module in modules for parameter in module.parameters()}
-    # Not isinstance(), which asks objects for their class: proxies would act on that.
+    # Not isinstance(): it asks an object for its class, and proxies would react to that.
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return any(id(parameter) in own for group in groups for parameter in group["params"])
 
 
 def _samples(models: Mapping[str, Any]) -> list[bytes]:
-    """Return some values of all tensors, in one copy from each device."""
+    """Return some values of every tensor, with one copy per device."""
     pieces: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
         for model in models.values():
@@ -139,7 +139,7 @@ def _samples(models: Mapping[str, Any]) -> list[bytes]:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """Return some values as bytes, of a distributed tensor its own part's; None if it has none."""
+    """Return some values as bytes, of a distributed tensor's local part; None if it is empty."""
     if is_lazy(tensor):
         return None
     local = getattr(tensor, "to_local", None)
@@ -157,16 +157,17 @@ def _sample(tensor: Tensor) -> Tensor | None:
 
 
 class AutoUpdate:
-    """Counts each worker's batches since it was last sent weights.
+    """Counts each worker's batches since its last update.
 
-    A worker with enough of them begins no other batch before it has the newest weights, which are
-    sent when the next batch is wanted: the trainer has learned from this one by then.
+    When a worker has made ``interval`` batches, it starts no other batch before it has the newest
+    weights. They are sent when the trainer asks for the next batch, after it has learned from this
+    one.
 
     Args:
-        interval: after how many batches a worker is refreshed, 0 being like 1; -1 for never.
+        interval: a worker is updated after this number of batches; 0 means 1, and -1 means never.
         pool: the workers.
-        requests: by which they are asked for batches.
-        weights: by which they are refreshed.
+        requests: the requests for batches.
+        weights: sends the weights.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class AutoUpdate:
         self._pool = pool
         self._requests = requests
         self._weights = weights
-        #: Whether any worker is ever updated.
+        #: Whether automatic updates are enabled.
         self.enabled = interval >= 0
         self._under_way: PendingSend | None = None
         requests.on_stale.append(lambda _: self.settle())
@@ -184,10 +185,10 @@ class AutoUpdate:
         pool.on_join.append(self._joined)
 
     def delivered(self, worker_id: int | None) -> None:
-        """Count a batch, and hold back a worker that has made enough of them.
+        """Count a batch, and block a worker that has made ``interval`` of them.
 
         Args:
-            worker_id: whose it is; None if all workers made it.
+            worker_id: the worker that made it; None if all workers made it.
         """
         for worker in self._pool.joined:
             if worker_id in (None, worker.worker_id):
@@ -195,14 +196,13 @@ class AutoUpdate:
         self._hold_due()
 
     def refresh(self) -> None:
-        """Send weights to the workers that have made enough batches, and let them continue.
+        """Send weights to the workers that have made ``interval`` batches, and unblock them.
 
-        No worker is waited for: it commits the weights before its next batch, which is not made
-        without them.
+        Does not wait for workers: each commits the weights before its next batch.
 
         Raises:
-            SendError: some of them could not be refreshed the last time, and are alive. What
-                happened to one that is not is reported with its batch. No worker has continued.
+            SendError: the last update failed for some workers that are alive. No worker was
+                unblocked. The failure of a dead worker is reported with its batch.
         """
         if self._due():
             began = time.perf_counter()
@@ -215,7 +215,7 @@ class AutoUpdate:
                 worker.is_due = False
 
     def settle(self) -> None:
-        """Wait for the result of the last refresh, and report it once; raises as `refresh` does."""
+        """Wait for the last refresh, and raise its failure once, as `refresh` does."""
         if self._under_way is None:
             return
         try:
@@ -223,9 +223,9 @@ class AutoUpdate:
         except SendError as error:
             self._under_way = None
             for worker_id in error.report.failed:
-                # It continues with its weights, as was reported to the trainer.
+                # The worker continues with its old weights; the trainer was notified.
                 self._requests.require(worker_id, {})
-            # One that was lost lives again where another thread has restarted it meanwhile.
+            # Another thread may have restarted a lost worker by now.
             if any(
                 self._pool.alive(worker_id) and not isinstance(result.error, WorkerLostError)
                 for worker_id, result in error.report.failed.items()
@@ -234,10 +234,7 @@ class AutoUpdate:
         self._under_way = None
 
     def forget(self) -> None:
-        """Send again, the next time, what has not come: Ctrl-C may have cost a worker the weights.
-
-        That is so of one in the thread that was interrupted.
-        """
+        """Send the weights again next time, since Ctrl-C may have interrupted an inline worker."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -252,7 +249,7 @@ class AutoUpdate:
             self._hold_due()
 
     def load_state_dict(self, batches: Sequence[int]) -> None:
-        """Continue from the batches that each worker had made since it was last sent weights."""
+        """Restore each worker's number of batches since its last update."""
         for worker in self._pool.workers.values():
             worker.batches = 0
         for worker, made in zip(self._pool.joined, batches, strict=False):
@@ -260,7 +257,7 @@ class AutoUpdate:
         self._hold_due()
 
     def _send(self) -> None:
-        # No worker is removed meanwhile.
+        # The lock prevents the removal of workers here.
         with self._pool.lock:
             due = self._due()
             if not due:
@@ -272,7 +269,7 @@ class AutoUpdate:
                     for worker_id, versions in self._weights.required.items():
                         self._requests.require(worker_id, versions)
             except BaseException:
-                # Such as Ctrl-C: the workers that were sent the weights may not need them.
+                # For example Ctrl-C: the workers that were sent the weights may not need them.
                 for worker, made in zip(due, batches, strict=True):
                     worker.batches = max(worker.batches, made)
                 raise
@@ -290,7 +287,7 @@ class AutoUpdate:
         return [worker for worker in enough if self._pool.alive(worker.worker_id)]
 
     def _joined(self, worker_id: int) -> None:
-        """Note that a worker that joins has the newest weights, and has made no batch."""
+        """Record that a new worker has the newest weights and has made no batch."""
         self._sent((worker_id,))
         self._requests.require(worker_id, {})
 

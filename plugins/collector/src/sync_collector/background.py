@@ -1,4 +1,4 @@
-"""Collects in its own thread, into a replay buffer, while the trainer learns."""
+"""Collects on its own thread into a replay buffer while the trainer learns."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from sync_core import WorkerTimeoutError
 
 
 class BackgroundCollection:
-    """A thread that makes batch after batch until it is halted; then it brings in what is left.
+    """A thread that makes batches until it is stopped, then collects the batches under way.
 
     Args:
         delivery: takes the batches.
-        look: called before each of them.
+        look: called before each batch.
     """
 
     def __init__(self, delivery: BatchDelivery, look: Callable[[], object]) -> None:
         self._delivery = delivery
         self._look = look
         self._lock = threading.RLock()
-        # Whether batches are wanted, and whether the thread makes them: what it decides about its
-        # end under the lock cannot be missed.
+        # Whether batches are wanted, and whether the thread makes them. The thread decides under
+        # the lock to end, so that no wake-up is lost.
         self._wanted = self._runs = False
-        # The number of pauses; the last one to end resumes it, unless an error has ended it.
+        # The number of pauses. The last one to end resumes the thread, unless an error has ended
+        # it.
         self._pauses = 0
         self._goes_on = True
         self._abandoned = False
@@ -36,14 +37,14 @@ class BackgroundCollection:
 
     @property
     def running(self) -> bool:
-        """Return whether batches are being made in the background."""
+        """Return whether the thread is collecting."""
         return self._runs
 
     def check(self, *, idle: bool = False) -> None:
-        """Raise what went wrong in the background, once.
+        """Raise the error of the thread, once.
 
         Args:
-            idle: raise also if it runs.
+            idle: raise also if the thread runs.
         """
         error, self._error = self._error, None
         if error is not None:
@@ -55,10 +56,10 @@ class BackgroundCollection:
             )
 
     def start(self) -> None:
-        """Begin, unless it runs.
+        """Start the thread, unless it runs.
 
         Raises:
-            RuntimeError: there is no replay buffer, or workers are refreshed by themselves.
+            RuntimeError: there is no replay buffer, or workers are updated automatically.
         """
         self.check()
         self._delivery.check_background()
@@ -66,10 +67,10 @@ class BackgroundCollection:
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[None]:
-        """Come to rest with nothing under way, and continue afterwards; nothing if it does not run.
+        """For ``with``: the thread has no batch under way, if it runs; it continues afterwards.
 
         Raises:
-            TimeoutError: it did not come to rest in time, and continues.
+            TimeoutError: it did not stop in time, and continues.
         """
         with self._lock:
             idle = not self._runs and not self._pauses
@@ -97,17 +98,17 @@ class BackgroundCollection:
                     self._begin()
 
     def abandon(self) -> None:
-        """Make no more batches; those under way are lost."""
+        """Make no more batches; batches under way are lost."""
         self._abandoned = True
         with self._lock:
             self._wanted = False
 
     def end(self, timeout: float) -> None:
-        """Wait for the thread, which was abandoned and whose workers have ended; once.
+        """Wait for the thread to end, after `abandon` and after its workers have ended; once.
 
-        Raises what went wrong in the background before that, unless another error is on its way.
+        Raises the thread's earlier error, unless another error is being raised.
         """
-        # A worker that fails ends the collector from within the thread itself.
+        # A worker's failure ends the collector from within this thread.
         if not self._ended and self._thread is not threading.current_thread():
             self._ended = True
             self._join(timeout)
@@ -135,14 +136,14 @@ class BackgroundCollection:
                 more = self._make()
             except BaseException as error:  # the trainer's next call raises it again
                 self._error = error
-                # A batch that is late ends nothing; whatever else went wrong does.
+                # A late batch does not end the thread; any other error does.
                 self._goes_on = isinstance(error, WorkerTimeoutError)
                 more = False
             with self._lock:
                 more = self._runs = more and self._wanted
 
     def _make(self) -> bool:
-        """Make batches until no more are wanted or there are no more; whether there may be."""
+        """Make batches while they are wanted; return whether more may follow."""
         more = True
         while self._wanted and more:
             self._look()
@@ -152,7 +153,7 @@ class BackgroundCollection:
         return more
 
     def _took(self, take: Callable[[], bool]) -> bool:
-        """Take a batch; a late one is waited for, and the trainer's next call reports it."""
+        """Take a batch. If it is late, keep waiting; the trainer's next call reports it."""
         try:
             return take()
         except WorkerTimeoutError as error:

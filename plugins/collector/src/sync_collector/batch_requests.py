@@ -1,4 +1,4 @@
-"""The batches that workers have been asked for, until they are handed over."""
+"""The batches that workers were asked for, until they are delivered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sync_core.transports import uninterrupted
 
 @dataclass(frozen=True, slots=True)
 class TakenBatch:
-    """A batch, and whose it is.
+    """A batch and the worker that made it.
 
     Args:
         worker_id: the worker that made it; None if all did.
@@ -37,25 +37,25 @@ class TakenBatch:
 
 
 class RandomFrames:
-    """Counts frames of random actions; they count when they are asked for.
+    """Counts frames of random actions when they are requested.
 
     Args:
         pool: the workers.
         frames: the least number of frames of random actions.
-        together: all workers are asked in turn for parts of one batch, which must be alike: a
-            policy may set more than the action.
+        together: all workers make parts of one batch. The parts must be all random or all by the
+            policy, since a policy may set more entries than the action.
     """
 
     def __init__(self, pool: WorkerPool, frames: int = 0, *, together: bool = False) -> None:
         self.pool = pool
-        #: The frames that are still to be asked for.
+        #: The frames still to be requested.
         self.left = frames
         self._together = together
         self._random = frames > 0
 
     def ask(self, worker: PoolWorker) -> bool:
-        """Return whether the next batch of a worker is random."""
-        # Workers that are asked together act alike until one of them is asked again.
+        """Return whether the next batch of a worker has random actions."""
+        # Workers that are asked together get the same answer until one of them is asked again.
         asked_again = worker.random_frames is not None
         if not self._together or asked_again:
             self._random = self.left > 0
@@ -67,16 +67,16 @@ class RandomFrames:
         return self._random
 
     def take_back(self, worker: PoolWorker) -> None:
-        """Do not count what a worker was asked for last: it is lost, or dropped."""
+        """Do not count the worker's last request: it was lost or dropped."""
         self.left += worker.random_frames or 0
         worker.random_frames = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the frames that are still to be asked for, and those asked for last."""
+        """Return the frames still to be requested, and those of the last requests."""
         return {"left": self.left, "asked": [w.random_frames or 0 for w in self.pool.joined]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there."""
+        """Restore a state that `state_dict` returned."""
         self.left = state["left"]
         for worker in self.pool.workers.values():
             worker.random_frames = None
@@ -86,12 +86,12 @@ class RandomFrames:
 
 
 class BatchRequests:
-    """At most one batch under way for each worker; what was asked for is delivered once.
+    """Requests batches from workers, at most one at a time from each, and delivers each batch once.
 
     Args:
-        pool: the workers; one that is lost is replaced, and the other asked, if the pool does so.
-        timeout: the longest that a batch is waited for, in seconds.
-        random_frames: says which batches are random; None for none of them.
+        pool: the workers. If the pool replaces a lost worker, the new one is asked for the batch.
+        timeout: the longest wait for a batch, in seconds.
+        random_frames: decides which batches have random actions; None for none.
     """
 
     def __init__(
@@ -100,34 +100,35 @@ class BatchRequests:
         self._pool = pool
         self._timeout = timeout
         self._random_frames = random_frames or RandomFrames(pool)
-        # The requests that have ended, in that order; also those forgotten since.
+        # The completed requests, in order, including those since dropped.
         self._ended: deque[tuple[PoolWorker, Future[TensorDictBase | None]]] = deque()
-        #: The batch that was taken last, until it is handed over.
+        #: The batch that was taken last, until it is delivered.
         self.in_hand: TakenBatch | None = None
-        # Not an Event: Ctrl-C in wait() may leave its lock held, and set() would then block.
+        # Not an Event: Ctrl-C in wait() may leave the Event's lock held, and set() would then
+        # block.
         self._news: SimpleQueue[None] = SimpleQueue()
-        #: Called with a worker that did not get the weights which its batch required.
+        #: Called with a worker that did not get the weights that its batch required.
         self.on_stale: list[Callable[[int], None]] = []
         # One thread may iterate while another holds workers back.
         self._lock = RLock()
         pool.on_leave.append(self.drop)
 
     def __len__(self) -> int:
-        """Return how many batches are waited for, postponed ones included."""
+        """Return the number of batches requested, including postponed ones."""
         return len(self._awaited()) + len(self._postponed())
 
     @property
     def next_is_random(self) -> bool:
-        """Return whether the next batch that a worker is asked for is random."""
+        """Return whether the next batch requested from a worker has random actions."""
         return self._random_frames.left > 0
 
     def busy(self, worker_id: int) -> bool:
-        """Return whether a worker is at work on a batch."""
+        """Return whether a worker is making a batch."""
         batch = self._pool.workers[worker_id].batch
         return batch is not None and not batch.done()
 
     def at_rest(self, worker_id: int, function: Callable[[], object]) -> None:
-        """Call a function now, or when a worker's batch under way has ended, in another thread."""
+        """Call a function when a worker is idle: now, or in another thread after its batch."""
         batch = self._pool.workers[worker_id].batch
         if batch is None or batch.done():
             function()
@@ -135,7 +136,7 @@ class BatchRequests:
             batch.add_done_callback(lambda _: function())
 
     def ask(self, worker_id: int) -> None:
-        """Ask a worker for a batch, unless one is under way; later, if it is held back."""
+        """Ask a worker for a batch, unless one is under way. A blocked worker is asked later."""
         worker = self._pool.workers[worker_id]
         with self._lock:
             if worker.batch is not None or worker.is_removed or worker.is_quarantined:
@@ -143,25 +144,25 @@ class BatchRequests:
             if worker.holders:
                 worker.is_postponed = True
                 return
-            # A worker without its own thread works in the call, and can be interrupted.
+            # An inline worker works in this call, and can be interrupted.
             with uninterrupted() if self._pool.parallel else nullcontext():
                 self._ask(worker)
 
     def require(self, worker_id: int, versions: Mapping[str, int]) -> None:
-        """Let a worker make the next batch that it is asked for with these weights, or newer."""
+        """Require these weights, or newer ones, for the next batch of a worker."""
         with self._lock:
             self._pool.workers[worker_id].required = versions
 
     def hold(self, worker_id: int) -> None:
-        """Let a worker begin no other batch until it is released as often."""
+        """Block a worker's next batch; `release` must be called once for each call of this."""
         with self._lock:
             self._pool.workers[worker_id].holders += 1
 
     def release(self, worker_id: int) -> None:
-        """Let a worker begin batches again, at once if it was asked for one meanwhile."""
+        """Unblock a worker. It starts at once if it was asked for a batch meanwhile."""
         worker = self._pool.workers[worker_id]
         with self._lock:
-            # Not below 0 where Ctrl-C causes a second release.
+            # Ctrl-C may cause a second release, so the count does not go below 0.
             worker.holders = max(0, worker.holders - 1)
             if not worker.holders and worker.is_postponed:
                 worker.is_postponed = False
@@ -170,11 +171,11 @@ class BatchRequests:
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """For ``with``: no batch is under way, and none is begun; those made are delivered later.
+        """For ``with``: no batch is under way and none starts; finished ones are delivered later.
 
         Raises:
             WorkerTimeoutError: a worker was not ready in time.
-            FailedBatchesError: the same, where other workers are to replace those.
+            FailedBatchesError: the same, and the pool replaces failed workers.
         """
         held: list[int] = []
         try:
@@ -184,7 +185,8 @@ class BatchRequests:
             batches = self._under_way()
             _, late = wait(batches.values(), self._timeout)
             if late and self._pool.parallel and self._pool.on_worker_failure == "restart":
-                # Not here, where the caller may hold a lock that those which replace them take.
+                # Failed workers are not replaced here: the caller may hold a lock that replacing
+                # takes.
                 raise self._dropped(
                     [self._late(i) for i, batch in batches.items() if batch in late]
                 )
@@ -196,13 +198,13 @@ class BatchRequests:
                 self.release(worker_id)
 
     def made(self) -> dict[int, TensorDictBase]:
-        """The batches that are ready, by worker, in the order in which they will be delivered.
+        """The finished batches by worker, in the order of delivery.
 
-        Those of workers that were lost are not among them, nor of those that lack the weights.
+        Batches of lost workers, and of workers without the required weights, are left out.
 
         Raises:
             RemoteCallError: a worker failed.
-            FailedBatchesError: the same, where something is done about it.
+            FailedBatchesError: the same, and the pool replaces or removes failed workers.
         """
         ended = [batch.exception() for worker, batch in self._ended if worker.batch is batch]
         failures = [
@@ -222,7 +224,7 @@ class BatchRequests:
         return {i: batch for i, batch in batches.items() if batch is not None}
 
     def put_back(self, made: Mapping[int, TensorDictBase]) -> None:
-        """Let batches be delivered as if workers had just made them."""
+        """Deliver these batches again, as if workers had just made them."""
         with self._lock:
             for worker_id, batch in made.items():
                 future: Future[TensorDictBase | None] = Future()
@@ -230,12 +232,12 @@ class BatchRequests:
                 self._expect(self._pool.workers[worker_id], future)
 
     def take_first(self) -> TakenBatch | None:
-        """Wait for the batch that is ready first, and keep it in hand.
+        """Wait for the first finished batch, and store it in ``in_hand``.
 
-        None if no batch is to come: all that were asked for have been dropped.
+        Returns None if all requests were dropped, so that no batch will come.
 
         Raises:
-            WorkerTimeoutError: none was ready in time; all stay under way.
+            WorkerTimeoutError: no batch was ready in time; all requests stay under way.
             WorkerError: the worker failed.
         """
         deadline = time.monotonic() + self._timeout
@@ -260,17 +262,17 @@ class BatchRequests:
                 deadline = time.monotonic() + self._timeout
 
     def wait_all(self) -> dict[int, TensorDictBase]:
-        """Wait for the batches of all workers asked; they stay here until they are dropped.
+        """Wait for the batches of all workers that were asked, and keep them until `drop`.
 
         Raises:
-            WorkerTimeoutError: some were not ready in time; all stay under way.
+            WorkerTimeoutError: some batches were not ready in time; all requests stay under way.
             WorkerError: a worker failed.
         """
         deadline = time.monotonic() + self._timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
             if self._postponed() and left:
-                # Another thread holds them back, and may let others continue before these.
+                # Another thread blocks them, and may unblock others before these.
                 self._wait_for_news(left)
                 continue
             futures = self._awaited()
@@ -293,7 +295,7 @@ class BatchRequests:
             return batches
 
     def drop(self, worker_id: int) -> None:
-        """Let the batch that a worker was asked for never be delivered, made or not."""
+        """Drop a worker's requested batch, finished or not."""
         worker = self._pool.workers[worker_id]
         with self._lock:
             worker.is_postponed, worker.required = False, {}
@@ -309,9 +311,9 @@ class BatchRequests:
                 self.drop(worker_id)
 
     def take(self, worker_ids: Iterable[int], delivered: TakenBatch) -> TakenBatch:
-        """Keep in hand what was made of the batches of some workers, which are forgotten."""
+        """Store a batch made by some workers in ``in_hand``, and forget their requests."""
         with self._lock:
-            # Uninterrupted, so that Ctrl-C comes before the batch is in hand, or after all.
+            # Not interruptible: Ctrl-C comes before the batch is stored, or after all of this.
             with uninterrupted():
                 self.in_hand = delivered
                 for worker_id in worker_ids:
@@ -325,7 +327,7 @@ class BatchRequests:
         return {w.worker_id: batch for w in workers if (batch := w.batch) is not None}
 
     def _awaited(self) -> dict[int, Future[TensorDictBase | None]]:
-        """Return the batches under way, without those that workers in quarantine do not make."""
+        """Return the requests under way, except those of workers in quarantine."""
         workers = self._pool.workers
         under_way = self._under_way().items()
         return {i: b for i, b in under_way if b.done() or not workers[i].is_quarantined}
@@ -334,7 +336,7 @@ class BatchRequests:
         return [w.worker_id for w in self._pool.workers.values() if w.is_postponed]
 
     def _wait_for_news(self, seconds: float) -> bool:
-        """Wait until a request has ended, was dropped or was made; False if none did in time."""
+        """Wait until a request was completed, dropped or made; return False on a timeout."""
         try:
             self._news.get(timeout=max(0.0, seconds))
         except Empty:
@@ -359,7 +361,7 @@ class BatchRequests:
         worker.required = {}
 
     def _expect(self, worker: PoolWorker, batch: Future[TensorDictBase | None]) -> None:
-        # A request that is expected and never recorded would be waited for.
+        # The wait would never end for a request that is expected but not recorded.
         with uninterrupted():
             worker.batch, worker.asked_at = batch, time.monotonic()
             worker.number += 1
@@ -368,12 +370,11 @@ class BatchRequests:
     def _made_by(
         self, worker: PoolWorker, made: Future[TensorDictBase | None]
     ) -> TensorDictBase | None:
-        """The batch of a worker; None where it is asked for again.
+        """Return the batch of a worker; None if the worker is asked for it again.
 
-        That is so if its worker is lost and another takes its place, or if it did not get the
-        weights that the batch required. Of one that was removed, nothing is expected any more.
-
-        Raises what else became of it.
+        A batch is requested again if a new worker replaced a lost one, or if the worker did not get
+        the weights that the batch required. No batch is expected from a removed worker. Any other
+        failure of the batch is raised.
         """
         error = made.exception()
         if error is None:
@@ -393,7 +394,7 @@ class BatchRequests:
                 return None
             with policy_errors():
                 raise error
-        # Another worker's policy would fit no better.
+        # A replacement's policy would not fit either.
         with policy_errors():
             if isinstance(error.__cause__, PolicyError):
                 raise error
@@ -403,7 +404,7 @@ class BatchRequests:
         return None
 
     def _see_to_overdue(self) -> bool:
-        """Remedy workers that have made no batch in time; return whether there were any."""
+        """Restart, remove or quarantine late workers; return whether there were any."""
         if self._pool.on_worker_failure == "raise" or not self._pool.parallel:
             return False
         now = time.monotonic()
@@ -417,14 +418,14 @@ class BatchRequests:
         for worker in overdue:
             late = self._late(worker.worker_id)
             self._pool.remedy(late)
-            # One in quarantine may make its batch after all.
+            # A worker in quarantine may still make its batch.
             if not worker.is_quarantined:
                 self.drop(worker.worker_id)
                 self.ask(worker.worker_id)
         return bool(overdue)
 
     def _dropped(self, failures: Sequence[WorkerError]) -> FailedBatchesError:
-        """Drop the batches of workers that have failed, and return the error about them."""
+        """Drop the batches of failed workers, and return the error about them."""
         for failure in failures:
             self.drop(failure.worker_id)
         return FailedBatchesError(failures)

@@ -1,4 +1,4 @@
-"""Collects experience with workers, and keeps their policies fresh."""
+"""Collects experience with worker processes, and keeps their policies up to date."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class Collector(TorchRLNames):
-    """Runs a policy in environments on workers, and yields what they did as TensorDicts.
+    """Runs a policy in environments on workers, and yields batches of frames as TensorDicts.
 
     Example:
         >>> from sync_collector.envs import CountingEnv
@@ -45,62 +45,63 @@ class Collector(TorchRLNames):
         ...     [batch["observation"].flatten().tolist() for batch in c]
         [[0.0, 1.0, 2.0, 3.0], [4.0, 0.0, 1.0, 2.0]]
 
-    With ``sync=True``, all workers make a part of each batch, between two iterations and with the
-    newest weights; batches have the shape ``[num_workers, frames_per_batch // num_workers]``.
-    Otherwise each batch is one worker's, of the shape ``[frames_per_batch]``, the first that is
-    ready, and a worker that runs on its own begins its next one at once, while the trainer
-    learns. Environments that are stepped together put their dimension before the one of time,
-    which is the last and the only one with a name, ``"time"``.
+    With ``sync=True``, each batch has a part from every worker, made between two iterations with
+    the newest weights; batches have the shape ``[num_workers, frames_per_batch // num_workers]``.
+    Otherwise each batch comes from one worker, the first that is ready, and has the shape
+    ``[frames_per_batch]``. A worker with its own process or thread begins its next batch at once,
+    while the trainer learns. The last dimension is time, the only one with a name, ``"time"``. A
+    worker that steps several environments together adds a dimension before it.
 
-    A frame holds what the policy saw and did, ``"next"`` with the outcome (the true
-    observation also where an episode ended), ``("collector", "traj_ids")``, unique over workers
-    and time, and ``policy_version``. Environments reset automatically, so ``done`` at the root is
-    always False.
+    A frame holds the policy's inputs and outputs, ``"next"`` with the outcome (the true observation
+    also at the end of an episode), ``("collector", "traj_ids")``, unique over workers and time, and
+    ``policy_version``. Environments reset automatically, so ``done`` at the root is always False.
 
-    A collector is its own iterator: leaving a loop and beginning another loses and repeats
-    nothing. If ``postproc`` or the buffer raises, the same batch is passed to it again. The
+    A collector is its own iterator: leaving a loop and starting another neither loses nor repeats
+    frames. If ``postproc`` or the buffer raises, the same batch is passed to it again. The
     collector shuts down when ``total_frames`` are reached, or when a worker fails; a late batch
     (`WorkerTimeoutError`) does not shut it down.
 
     Args:
         create_env_fn: makes an environment (`sync_collector.envs.Env`, or one of Gymnasium's,
             single or vector); or a list, one for each worker.
-        policy: takes a TensorDict or observations (`sync_collector.policies.adapt`); None
-            for random actions. One of observations returns the action, ``(action, log_prob)`` or a
-            dict with ``"action"``. Workers begin with a copy of it as it is now. If its class
-            has a method ``on_commit(version)``, a worker calls that of its copy after each commit.
+        policy: takes a TensorDict or observations (`sync_collector.policies.adapt`); None for
+            random actions. A policy that takes observations returns the action, ``(action,
+            log_prob)`` or a dict with ``"action"``. Workers begin with a copy of the policy as it
+            is now. If its class has a method ``on_commit(version)``, each worker calls it on its
+            copy after each commit.
         policy_factory: makes a worker's policy in the worker; or a list, one for each worker. Only
             policies whose weights have the same names and shapes in every worker can be updated.
         frames_per_batch: the frames of a batch.
         total_frames: end as soon as this number of frames was yielded; -1 for never.
-        sync: whether a batch is made by all workers.
+        sync: whether all workers together make each batch.
 
     Workers:
         num_workers: the number of workers; by default as many as the lists have entries, or 1.
         workers: the kind of worker: a worker group by name or class; by default the one that fits
-            the scheme: the group of its name, else ``process`` if it crosses processes, else
-            ``inline``.
-        worker_options: options of the worker group. In workers with a process of their own, torch
-            uses one thread unless ``torch_threads`` is among them.
+            the scheme: the group of the scheme's name, else ``process`` if the scheme crosses
+            processes, else ``inline``.
+        worker_options: options of the worker group. In worker processes, torch uses one thread
+            unless ``torch_threads`` is given.
         per_worker: how workers make batches: `WorkerOptions`, or a list with one for each.
-        on_worker_failure: what is done about a worker that dies, whose environment or policy
-            raises, or that gives neither a batch nor an answer to an update within ``timeout``:
+        on_worker_failure: the reaction to a worker that dies, whose environment or policy raises,
+            or that neither delivers a batch nor acknowledges an update within ``timeout``:
             ``"raise"`` an error that names it, and shut down, unless it is only late;
             ``"restart"``: a new worker begins new episodes in its place, with the newest weights;
-            ``"drop"``: remove it; ``"quarantine"``: do not wait for it for one ``timeout``, after
-            each further failure for twice as long, up to 16; one that is dead is removed.
-        timeout: deadline of blocking calls, in seconds; also of waiting for a batch.
+            ``"drop"``: remove it; ``"quarantine"``: do not wait for it for one ``timeout``; each
+            further failure doubles this time, up to 16 timeouts; a dead worker is removed.
+        timeout: deadline of blocking calls and of waiting for a batch, in seconds.
 
     Weights:
-        scheme: how weights travel: the name of a scheme, or a plugin object; ``"shm"`` by default.
+        scheme: the scheme that delivers weights: its name, or a plugin object; ``"shm"`` by
+            default.
         scheme_options: options of the scheme, and other arguments of its `Sender`.
-        layers: layers for the weights on their way.
-        zero_copy: let the workers' parameters be views of what arrives.
+        layers: layers that transform the weights on their way.
+        zero_copy: let the workers' parameters be views of the received buffers.
         update_after_each_batch: update a worker before it begins its next batch; not for `start`.
-        max_weight_update_interval: update a worker after this many batches with the same
+        max_weight_update_interval: update a worker after this number of batches with the same
             weights; -1 for never.
-        models: the trainer's models by name, except the policy; a name that is not a path in the
-            worker, such as ``"critic"``, gives each worker a copy.
+        models: the trainer's models by name, except the policy; if a name is not a path in the
+            worker, such as ``"critic"``, each worker gets a copy of the model.
         weight_sync_schemes: instead, several models by name, each with a scheme, or with a mapping
             that has ``"scheme"`` and its options. A name is a path in a worker: ``"policy"``,
             ``"policy.critic"``, ``"env.transform[0]"``. Workers commit several models together,
@@ -112,30 +113,32 @@ class Collector(TorchRLNames):
     Environments and batches:
         info_keys: entries of Gymnasium's ``info`` to record, at the root and under ``"next"`` as
             observations are: names, or a mapping to dtypes; see `sync_collector.envs.GymEnv`.
-        categorical: whether discrete actions and observations of Gymnasium are indices. By default
-            actions may be one-hot vectors or indices, as the policy gives them, and random ones
-            and observations are one-hot.
-        action_mask: the entry of the observation, or of ``info``, that has 1 for each action that
-            is allowed; random actions keep to it.
-        replay_buffer: has ``extend``, which gets what each worker makes. None is yielded then.
-        batch: what batches have in them: `BatchOptions`.
+        categorical: whether discrete actions and observations of Gymnasium are indices. By default,
+            the policy may return one-hot vectors or indices; random actions and observations are
+            one-hot.
+        action_mask: the entry of the observation, or of ``info``, that has 1 for each allowed
+            action; random actions respect it.
+        replay_buffer: an object whose method ``extend`` gets each worker's data. The collector then
+            yields None.
+        batch: the contents of batches: `BatchOptions`.
 
     Logs:
-        log_to: logs `stats` with each batch, at the number of frames: a TensorBoard
-            ``SummaryWriter``, a run of W&B, or a function ``log(values, step)``. It implies
-            ``BatchOptions(episode_stats=True)``.
-        progress: show a progress bar, by rich; it implies ``episode_stats`` too.
+        log_to: where to log `stats` after each batch, with the number of frames as the step: a
+            TensorBoard ``SummaryWriter``, a run of W&B, or a function ``log(values, step)``.
+            Implies ``BatchOptions(episode_stats=True)``.
+        progress: show a progress bar, drawn by rich; implies ``episode_stats`` too.
 
     Other names:
-        **torchrl: fields of the two option objects under the names that TorchRL gives them; see
+        **torchrl: fields of the two option objects under their names in TorchRL; see
             `TorchRLArguments`.
 
     Raises:
         ValueError: arguments that do not go together.
         PluginError: the scheme or the worker group cannot be found or used.
-        RemoteCallError: an environment or a policy could not be made; it has the traceback.
-        TypeError: an argument that there is not, or the policy's own arguments or outputs do not
-            fit the environment.
+        RemoteCallError: an environment or a policy could not be made; the message has the
+            traceback.
+        TypeError: an unknown argument, or a policy whose arguments or outputs do not fit the
+            environment.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class Collector(TorchRLNames):
             raise
 
     def _wire(self, checked: Arguments) -> None:
-        """Make the parts of the collector, whose workers have started."""
+        """Connect the parts of the collector, after its workers have started."""
         pool, specs = self._pool, checked.specs
         warn_if_rounded(pool, specs.options[0].frames_per_batch)
         random = RandomFrames(pool, checked.random_frames, together=checked.sync)
@@ -270,14 +273,14 @@ class Collector(TorchRLNames):
         self._background = BackgroundCollection(self._delivery, self._relay.look)
 
     def stats(self) -> CollectorStats:
-        """Return counts of what was collected, and the lag of policies."""
+        """The counts of collected frames and batches, and the lag of policies."""
         self._background.check()
         return self._delivery.stats()
 
     def __iter__(self) -> Self:
         return self
 
-    # Not Optional: every batch is a TensorDict where there is no replay buffer.
+    # Not Optional: every item is a TensorDict if there is no replay buffer.
     def __next__(self) -> TensorDictBase | Any:
         self._background.check(idle=True)
         self._relay.look()
@@ -286,38 +289,38 @@ class Collector(TorchRLNames):
         return self._delivery.next_batch()
 
     def start(self) -> None:
-        """Collect in the background, into the replay buffer; doing so again does nothing.
+        """Collect into the replay buffer on another thread; does nothing if it already does.
 
-        Workers stay until `shutdown` when ``total_frames`` are reached. What goes wrong is raised
-        by the next call of any method.
+        Workers stay alive until `shutdown`, also after ``total_frames``. The next call of any
+        method raises an error of the thread.
 
         Raises:
-            RuntimeError: there is no replay buffer; or workers are refreshed by themselves, which
-                would be in the middle of a training step.
+            RuntimeError: there is no replay buffer; or workers are updated automatically, which
+                could happen in the middle of a training step.
             ClosedError: the collector was shut down.
         """
         self._check_open()
         self._background.start()
 
     def pause(self, timeout: float | None = None) -> AbstractContextManager[None]:
-        """For ``with``: let what is under way come into the replay buffer, and nothing more.
+        """For ``with``: put the batches under way into the replay buffer, and start no more.
 
-        Leaving the block continues. Where nothing runs in the background, nothing happens.
+        Collection continues when the block is left. Does nothing if no thread collects.
 
         Args:
-            timeout: seconds to come to rest; None for the collector's.
+            timeout: seconds for the batches under way; None for the collector's timeout.
 
         Raises:
-            TimeoutError: it did not come to rest in time.
+            TimeoutError: the batches did not arrive in time.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
         return self._background.paused(seconds)
 
     @property
     def sender(self) -> Sender | None:
-        """Return the policy's sender, or that of its part if that alone is sent.
+        """Return the policy's sender, or that of its part if only a part is sent.
 
-        None as long as there are no weights to send.
+        None before there are weights to send.
         """
         return self.senders.get(self._weights.counted)
 
@@ -335,27 +338,28 @@ class Collector(TorchRLNames):
         seed: int | None = None,
         timeout: float | None = None,
     ) -> Evaluation:
-        """Run episodes with the trainer's policy as it is now, apart from collection.
+        """Run episodes with the trainer's current policy, outside of collection.
 
         The calling thread runs a copy of the policy in another environment, made by the first
-        function of ``create_env_fn``, and no frame counts. Workers in other processes continue
-        meanwhile. Workers in threads finish their batches and wait, as the exploration type and
-        the random state belong to the whole process. The result is logged to ``log_to``, too.
+        function of ``create_env_fn``. Its frames are not counted. Worker processes continue
+        meanwhile. Worker threads finish their batches and wait, because the exploration type and
+        the random state belong to the whole process. The result is also logged to ``log_to``.
 
         Args:
-            episodes: how many; each environment of several that are stepped together has its share.
+            episodes: the number of episodes; environments that are stepped together share them
+                equally.
             deterministic: act with ``exploration_type="deterministic"``. Policies of distributions
                 follow it; others can read ``tensordict.nn.probabilistic.interaction_type()``.
             weights: a module, a TensorDict or a state_dict to act with; None for the trainer's own
-                policy, or for what the workers have where ``policy_factory`` makes theirs.
-            seed: of the environment and of what the policy draws, for the same episodes each time;
-                None for new ones.
-            timeout: seconds for all of them; None for the collector's.
+                policy, or for the workers' weights if ``policy_factory`` makes the policies.
+            seed: seed of the environment and of the policy's random numbers, to repeat the same
+                episodes; None for different ones.
+            timeout: seconds for all episodes; None for the collector's timeout.
 
         Raises:
             TimeoutError: not all episodes ended in time.
-            LayoutMismatchError: weights that are others than the policy's.
-            ClosedError: the collector was shut down before its last batch; or after it, where
+            LayoutMismatchError: the weights do not fit the policy.
+            ClosedError: the collector was shut down before its last batch; or after it, if
                 ``policy_factory`` made the policies and no ``weights`` are given.
 
         Example:
@@ -374,7 +378,7 @@ class Collector(TorchRLNames):
         )
         if not self._close.alive and self._delivery.wanted == 0:
             self._background.check()
-            # After the last batch no worker needs to rest, and nothing else closes what this makes.
+            # After the last batch workers need not pause, and nothing else closes the environment.
             with closing(self._evaluator):
                 result = run()
         else:
@@ -393,21 +397,21 @@ class Collector(TorchRLNames):
         num_workers: int | None = None,
         create_env_fn: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
     ) -> tuple[int, ...]:
-        """Start more workers, which act with the newest weights from their first frame on.
+        """Start more workers, which have the newest weights from their first frame.
 
-        With ``sync=True``, batches have one more row for each of them from the next one on.
+        With ``sync=True``, the next batch has one more row for each new worker.
 
         Args:
-            num_workers: how many; None for as many as there are functions, or 1.
+            num_workers: the number of new workers; None for the number of functions, or 1.
             create_env_fn: makes an environment; or a list, one for each new worker. None for the
-                functions that the collector was made with, from the first on.
+                collector's own functions, beginning with the first.
 
         Returns:
             Their ids, never used before.
 
         Raises:
-            RemoteCallError: an environment or a policy could not be made; workers added before
-                that one stay.
+            RemoteCallError: an environment or a policy could not be made; workers that were added
+                before the failure stay.
             ClosedError: the collector was shut down, or has delivered all its frames.
 
         Example:
@@ -421,7 +425,7 @@ class Collector(TorchRLNames):
         return self._pool.add_workers(num_workers, create_env_fn)
 
     def remove_workers(self, worker_ids: int | Iterable[int]) -> None:
-        """End some workers; batches that were not taken yet are lost, uncounted.
+        """End some workers; batches not taken yet are lost and not counted.
 
         Raises:
             ValueError: no worker would be left; nothing was done.
@@ -436,18 +440,18 @@ class Collector(TorchRLNames):
             self._requests.drop(worker_id)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the workers' environments, one after the other, and begin their episodes again.
+        """Seed the workers' environments, one after the other, and start new episodes.
 
-        Each worker gets the seed that the one before it returned. Batches that were made before and
-        not taken yet are dropped: no frame that comes is older than the seed. With the same
-        seed and the same weights, each worker makes the same batches. Workers with a process of
-        their own seed its whole random state. Others share this process's: seed that yourself
-        (``torch.manual_seed``) for a policy that draws from it. Several threads draw in no settled
-        order; one does not, nor do workers that are ``"process"`` or ``"inline"``.
+        Each worker gets the seed that the one before it returned. Batches not taken yet are
+        dropped, so all later frames were made after seeding. With the same seed and the same
+        weights, each worker makes the same batches. Worker processes seed their whole random state.
+        Other workers share the random state of this process: seed it yourself
+        (``torch.manual_seed``) for a policy that draws from it. Several worker threads draw in an
+        arbitrary order; a single thread, ``"process"`` and ``"inline"`` workers are deterministic.
 
         Args:
             seed: for the first worker.
-            static_seed: give all of them the same.
+            static_seed: give all workers the same seed.
 
         Returns:
             The seed that the last worker returned.
@@ -459,14 +463,13 @@ class Collector(TorchRLNames):
         return self._at_rest(lambda: self._state.seed(seed, static_seed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to continue from exactly, as something that pickles (``torch.save``).
+        """Return the state for an exact continuation, as a picklable object (``torch.save``).
 
-        That is what was counted, and of each worker the weights, the environment, the trajectory,
-        the random state of its process, and a batch that was not taken yet:
-        workers finish their batches first. Environments without ``save_state`` (see
-        `sync_collector.envs.Env`) will begin new episodes, of which a warning tells now. The random
-        state of this process and the trainer's own policy are the caller's to save. After the last
-        batch there are counts only.
+        The state has the counts, and for each worker its weights, environment, trajectory, process
+        random state and a batch not taken yet. Workers finish their batches first. Environments
+        without ``save_state`` (see `sync_collector.envs.Env`) will begin new episodes; a warning
+        says so now. The caller must save the random state of this process and the trainer's own
+        policy. After the last batch the state has only the counts.
 
         Raises:
             WorkerTimeoutError: a worker was not ready in time.
@@ -474,27 +477,27 @@ class Collector(TorchRLNames):
         return self._at_rest(self._state.save, whole_batches=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave, here or in another process.
+        """Continue from a state of `state_dict`, here or in another process.
 
-        Batches that were made before and not taken yet are dropped. Workers act with the weights
-        that they had, until the next update. Versions only grow: a collector that is ahead of the
-        state continues from its own.
+        Batches not taken yet are dropped. Workers act with the weights in the state until the next
+        update. Versions only grow: if the collector's version is newer than the state's, it is
+        kept.
 
         Args:
-            state_dict: the state, of a collector with as many workers, whose batches have as many
-                frames.
+            state_dict: the state of a collector with the same ``num_workers`` and
+                ``frames_per_batch``.
 
         Raises:
-            ValueError: it is that of another kind of collector; nothing was done.
+            ValueError: the state does not fit this collector; nothing was done.
         """
         self._check_working()
         self._at_rest(lambda: self._state.load(state_dict))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the workers; batches under way are lost. Doing so again does nothing.
+        """End the workers; batches under way are lost. Does nothing if already shut down.
 
         Args:
-            timeout: seconds for the workers to end by themselves; None for the collector's.
+            timeout: seconds for the workers to exit on their own; None for the collector's timeout.
         """
         seconds = self._timeout if timeout is None else check_seconds(timeout)
         self._background.abandon()
@@ -525,7 +528,7 @@ class Collector(TorchRLNames):
         self.shutdown()
 
     def __len__(self) -> int:
-        """Return how many batches there are in all, those delivered included.
+        """Return the total number of batches, including those delivered.
 
         Raises:
             TypeError: the number is unknown: there is no end, or batches differ in size.
@@ -553,8 +556,9 @@ class Collector(TorchRLNames):
         """Call a function while all workers live and are idle, and none is added or removed.
 
         Args:
-            function: what to do; again, if a worker has died in it and was replaced.
-            whole_batches: let none be in the middle of a batch either, after Ctrl-C.
+            function: the function. It is called again if a worker died during the call and was
+                replaced.
+            whole_batches: first finish batches that Ctrl-C has interrupted.
         """
 
         def do() -> Result:
@@ -562,7 +566,7 @@ class Collector(TorchRLNames):
                 if whole_batches:
                     self._state.finish_batches()
                 with self._requests.settled():
-                    # A version that was sent and not committed belongs to the workers' weights.
+                    # Let a pending update end first: its version belongs to the workers' weights.
                     self._weights.let_end(self._timeout)
                     return function()
 
@@ -580,13 +584,13 @@ def _end(
     *,
     timeout: float | None = None,
 ) -> None:
-    """End workers, senders and what else belongs to a collector, come what may."""
+    """End the workers, senders and other parts of a collector, even if some of them raise."""
     with closing(reporter), closing(evaluator), closing(held), closing(weights):
         try:
-            # A refresh may have been sent just now; its workers have it in a moment.
+            # A refresh may have been sent just now: give its workers a moment to commit it.
             weights.let_end(LET_END if timeout is None else min(LET_END, timeout))
             pool.stop(timeout)
         except BaseException:
-            # Such as a second Ctrl-C: end without waiting, and leave nothing behind.
+            # For example a second Ctrl-C: end without waiting, and leave no process behind.
             pool.stop(0.0)
             raise

@@ -1,4 +1,4 @@
-"""One worker of a collector: what it is made from, and the object that it hosts."""
+"""A worker of a collector: its specification, and the object that it hosts."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class WorkerSpec:
     """The specification of one worker: environments, policy, models and options.
 
     Args:
-        seat: its number, which no other worker of the collector ever had, not even one of the same
-            id that it replaces.
+        seat: its number, unique over the collector's lifetime. A worker that replaces another has
+            the same id but a new seat.
         env_fn: makes its environment.
-        env_options: what is asked of them.
-        policy: its policy; None for random actions, or where ``policy_fn`` makes it.
+        env_options: options for the environments.
+        policy: its policy; None for random actions, or if ``policy_fn`` makes the policy.
         policy_fn: makes its policy.
-        models: what it has beside the policy, by name.
-        share_policy: let it act with the very object ``policy``, not with a copy.
-        seed: where its random state begins, if it has its own process.
-        one_thread: let torch use one thread there.
-        options: how it makes batches.
+        models: its models other than the policy, by name.
+        share_policy: act with the object ``policy`` itself instead of a copy.
+        seed: seeds its random state, if it is a process.
+        one_thread: let torch use one thread in the worker.
+        options: the options for its batches.
     """
 
     seat: int
@@ -62,11 +62,12 @@ class WorkerSpec:
         return f"WorkerSpec(seat={self.seat})"
 
     def make_env(self) -> Env:
-        """Make the environment, in the worker; several as one.
+        """Make the environment in the worker; stack several into one.
 
         Raises:
-            TypeError: what was made is not an environment, or one that is stepped already.
-            ValueError: environments differ, or there are none in what was made.
+            TypeError: the function returned something other than an environment, or an environment
+                that is in use already.
+            ValueError: environments differ, or a batch of environments is empty.
         """
         envs: list[Env] = []
         with closed_on_error(envs):
@@ -80,18 +81,18 @@ class WorkerSpec:
             return envs[0] if self.options.num_envs == 1 else stack_envs(envs)
 
     def make_models(self) -> tuple[Any, dict[str, Any]]:
-        """The policy, and the models beside it, made in the worker.
+        """Make the policy and the other models in the worker.
 
-        Copies are made of all of them as one: a policy that uses a model uses the worker's copy.
+        They are copied together: a policy that uses another model then uses the worker's copy.
 
         Raises:
-            TypeError: what was made is not a policy.
+            TypeError: ``policy_fn`` did not return a policy.
         """
         if self.share_policy:
             self.options.devices.check_shared(self.policy)
             return self.policy, {}
         given = self.policy, dict(self.models)
-        # Objects from another process are copies already.
+        # Objects from another process are already copies.
         policy, models = given if self.options.owns_process else detached_copy(given)
         place = self.options.devices.place_policy
         if self.policy_fn is not None:
@@ -113,19 +114,19 @@ class WorkerSpec:
             ) from error
 
 
-# What adapters made of the environments of this process, by the id of each of these, and these,
-# which are kept as long: no other environment has the id of one that is stepped.
+# The adapters of this process's environments, by the id of the adapted environment. `_kept` keeps
+# each environment as long as its adapter, so that no other environment gets its id.
 _adapted: WeakValueDictionary[int, Env] = WeakValueDictionary()
 _kept: WeakKeyDictionary[Env, Any] = WeakKeyDictionary()
 
 
 def _check_is_new(made: Any, env: Env, others: Sequence[Env]) -> None:
-    """Raise `TypeError` if an environment is stepped already, also by another thread.
+    """Raise `TypeError` if an environment is in use already, perhaps by another thread.
 
     Args:
         made: what ``create_env_fn`` returned.
         env: the same as an `Env`.
-        others: those of this worker so far.
+        others: the worker's environments so far.
     """
     if env is made:
         is_new = not any(other is made for other in others)
@@ -145,19 +146,20 @@ def _check_is_new(made: Any, env: Env, others: Sequence[Env]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class WorkerSpecs:
-    """The specs of all workers of a collector, also of those that come later.
+    """The specs of all workers of a collector, including workers added later.
 
     Args:
-        env_fns: a function that makes an environment, for each of the first workers; one that is
-            added later begins again with the first function.
-        policy: the policy of all; None for random actions, or where functions make them.
-        policy_fns: a function that makes a policy, or None, for each of the first workers.
+        env_fns: a function that makes an environment, for each initial worker; workers added later
+            use the functions again from the first.
+        policy: the policy of all workers; None for random actions, or if functions make the
+            policies.
+        policy_fns: a function that makes a policy, or None, for each initial worker.
         models: see `WorkerSpec`.
         share_policy: see `WorkerSpec`.
-        seed: of the first seat; every other one is derived from it.
+        seed: the seed of the first seat; the other seeds are derived from it.
         one_thread: see `WorkerSpec`.
         env_options: see `WorkerSpec`.
-        options: how each of the first workers makes batches.
+        options: the options for batches of each initial worker.
     """
 
     env_fns: tuple[Callable[[], Any], ...]
@@ -171,18 +173,19 @@ class WorkerSpecs:
     env_options: EnvOptions = field(default_factory=EnvOptions)
 
     def check_policy(self) -> None:
-        """Raise `PolicyError` if no environment could make the policy's arguments right."""
+        """Raise `PolicyError` if the policy's arguments would fit no environment."""
         if self.policy is not None and not all(each.trust_policy for each in self.options):
             check_takes_something(self.policy)
 
     def give_shapes(self) -> None:
-        """Let a lazy policy act once, so that there are weights to send."""
+        """Call a lazy policy once, so that there are weights to send."""
         module = called_module(self.policy)
         if module is None or not is_lazy(module):
             return
         first = self(0, 0)
         here = Devices(policy=next(module.parameters()).device)
-        # Two stand for many: shapes may depend on whether observations have a batch dimension.
+        # Two represent any number: shapes may depend on whether observations have a batch
+        # dimension.
         few = replace(
             first, options=replace(first.options, num_envs=min(2, first.options.num_envs))
         )
@@ -192,7 +195,7 @@ class WorkerSpecs:
         rollout.close()
 
     def __call__(self, worker_id: int, seat: int) -> WorkerSpec:
-        """The spec for a worker."""
+        """Return the spec for a worker."""
         return WorkerSpec(
             seat=seat,
             env_fn=self.env_fns[worker_id % len(self.env_fns)],
@@ -208,10 +211,10 @@ class WorkerSpecs:
 
 
 def detached_copy(value: Value) -> Value:
-    """A deep copy; of a tensor with a graph, which torch does not copy, its values.
+    """Return a deep copy; a tensor with a graph, which torch refuses to copy, is detached.
 
-    A policy has one when it has kept what it computed in a training step, or a weight that it
-    computes from others (``torch.nn.utils.weight_norm``).
+    A policy has such a tensor if it stores a result of a training step, or computes a weight from
+    others (``torch.nn.utils.weight_norm``).
 
     Example:
         >>> import torch
@@ -236,36 +239,36 @@ class _Detaching(TorchFunctionMode):
             tensor, memo = args
             detached = tensor.detach()
             copied = detached.__deepcopy__(memo)
-            # Something else may have its id next.
+            # The id may be reused by another object.
             memo.pop(id(detached), None)
             return copied
         return func(*args, **(kwargs or {}))
 
 
 class CollectorWorker:
-    """A rollout and its models, once they are made; every method is called from the driver."""
+    """The object that a worker hosts: a rollout and its models. The driver calls its methods."""
 
     def __init__(self) -> None:
         self._rollout: Rollout | None = None
         self._models = WorkerModels(SimpleNamespace())
         self._shares_policy = self._owns_process = False
-        # Held by every call that uses the models.
+        # Held during every call that uses the models.
         self._at_work = threading.RLock()
-        # Whether something has arrived, in a thread of the scheme's, that is not committed yet.
+        # Whether weights arrived on a thread of the scheme and are not committed yet.
         self._has_arrived = False
-        # Whether what calls return is pickled while a version may be committed beside them.
+        # Whether results are copied, because they are pickled while another thread may commit.
         self._copies = False
 
     def build(self, spec: WorkerSpec) -> int:
-        """Make environment and policy; the number of frames of a batch of theirs."""
+        """Make environment and policy; return the number of frames in a batch."""
         self._shares_policy = spec.share_policy
         self._owns_process = spec.options.owns_process
         if self._owns_process:
-            # Every fresh process has torch's one default seed: workers would act all alike.
+            # All fresh processes have torch's default seed, so workers would draw the same numbers.
             seed_process(spec.seed)
             if spec.one_thread:
-                # One step is too little work to share out, and threads that wait for each other
-                # hold cores that the trainer and other workers need.
+                # One step is too little work for several threads, and threads that wait for each
+                # other occupy cores that the trainer and other workers need.
                 torch.set_num_threads(1)
         env = spec.make_env()
         with closed_on_error([env]):
@@ -278,10 +281,10 @@ class CollectorWorker:
         return self._rollout.frames_per_batch()
 
     def connect(self, name: str, address: Address, single: bool) -> bool:
-        """Get a model's weights from a sender from now on; see `WorkerModels.connect`.
+        """Receive a model's weights from a sender from now on; see `WorkerModels.connect`.
 
         Returns:
-            Whether the worker commits what comes while it rests.
+            Whether the worker commits weights that arrive between batches.
         """
         with self._in_use():
             receiver = self._models.connect(name, address, single=single)
@@ -290,7 +293,7 @@ class CollectorWorker:
             return attentive
 
     def collect(self, request: BatchRequest) -> TensorDictBase | None:
-        """The next batch; None without the weights that the request names."""
+        """Return the next batch; None if the weights that the request requires do not arrive."""
         with self._in_use():
             if not self._models.has(request.versions, request.patience):
                 return None
@@ -308,38 +311,38 @@ class CollectorWorker:
         version: int,
         kept: Sequence[str] = (),
     ) -> None:
-        """Act with these weights of some models, and have this version of the policy.
+        """Load the initial weights of some models, and set the policy's version.
 
         Args:
             weights: the weights of each model.
             version: the version.
-            kept: parts of these models that keep the weights that they have.
+            kept: parts of these models whose weights are not overwritten.
         """
         with self._in_use():
             self._models.write({**weights, **{name: self._models.read(name) for name in kept}})
             self._models.set_version(version)
 
     def resemble(self, policy: Any) -> None:
-        """Have the modes and numbers of another policy; see `WorkerModels.resemble`."""
+        """Copy the modes and numbers of another policy; see `WorkerModels.resemble`."""
         with self._in_use():
             self._models.resemble(policy)
 
     def set_version(self, version: int) -> None:
-        """Have this version of the policy, which came another way."""
+        """Set the version of a policy whose weights were not sent by the sender."""
         self._models.set_version(max(version, self._models.version))
 
     def execute(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what is at a path, or the result of calling it; see `WorkerModels.execute`."""
+        """Return the object at a path, or the result of calling it; see `WorkerModels.execute`."""
         with self._in_use():
             found = self._models.execute(path, args, kwargs)
             return detached_copy(found) if self._copies else found
 
     def set_seed(self, seed: int, static_seed: bool) -> int:
-        """Seed the environment, and begin again; the seed for the next worker."""
+        """Seed the environment and start over; return the seed for the next worker."""
         return self._built.set_seed(seed, static_seed)
 
     def midway(self, number: int) -> bool:
-        """Return whether the batch that will be asked for with this number was cut short."""
+        """Return whether the batch with this request number was interrupted."""
         return self._built.midway(number)
 
     def read_model(self, name: str) -> Mapping[str, Tensor]:
@@ -351,7 +354,7 @@ class CollectorWorker:
         """Return the state for the worker's next batch; see `Rollout.state_dict`."""
         with self._in_use():
             if self._shares_policy:
-                # It has the trainer's weights whether their version was looked at or not.
+                # The shared policy already has the trainer's weights; make the version match them.
                 self._models.look()
             models = {} if self._shares_policy else self._models.read_all()
             return {
@@ -374,26 +377,26 @@ class CollectorWorker:
             self._built.load_state_dict(state)
 
     def start_over(self, seat: int, before: int, version: int) -> None:
-        """Begin new episodes, with the weights that the worker has.
+        """Begin new episodes with the worker's current weights.
 
         Args:
             seat: see `Rollout.start_over`.
-            before: the newest version until now.
-            version: the number that it has from now on.
+            before: the newest version before the load.
+            version: the version number that replaces it.
         """
         if self._models.version == before:
             self._models.set_version(version)
         self._built.start_over(seat)
 
     def close(self) -> None:
-        """Close the receivers and the environment; the worker group calls it at the end."""
+        """Close the receivers and the environment; the worker group calls this at the end."""
         with closing(self._models):
             if self._rollout is not None:
                 self._rollout.close()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """For ``with``: no other thread commits; what arrives meanwhile is committed after it."""
+        """For ``with``: no other thread commits; weights that arrive are committed at the end."""
         try:
             with self._at_work:
                 yield
@@ -401,13 +404,13 @@ class CollectorWorker:
             self._commit_arrived()
 
     def _arrived(self) -> None:
-        """Commit what has arrived; a worker in a batch does so on its own, after its step."""
+        """Commit arrived weights; a worker that is in a batch commits them after its step."""
         self._has_arrived = True
         self._models.look_soon()
         self._commit_arrived()
 
     def _commit_arrived(self) -> None:
-        # If another thread has the lock, it comes here when it releases that.
+        # If another thread holds the lock, that thread calls this after it releases the lock.
         while self._has_arrived and self._at_work.acquire(blocking=False):
             try:
                 self._has_arrived = False
@@ -423,6 +426,6 @@ class CollectorWorker:
 
 
 def new_worker(worker_id: int) -> CollectorWorker:
-    """The factory for a worker group: small, so that starting a worker sends nothing big."""
+    """Make an empty worker. This factory is small, so starting a worker pickles nothing large."""
     del worker_id
     return CollectorWorker()

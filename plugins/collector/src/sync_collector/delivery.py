@@ -1,4 +1,4 @@
-"""Takes one batch after the other from the workers, counts them, and hands them on."""
+"""Takes batches from the workers, counts them, and delivers them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from sync_core import ClosedError, RemoteCallError, WorkerLostError
 
 
 class ReplayBuffer(Protocol):
-    """Anything with `extend`; TorchRL's replay buffers have it."""
+    """The interface of a replay buffer: `extend`. TorchRL's replay buffers have it."""
 
     def extend(self, batch: Any, /) -> Any:
-        """Add what one worker has made: frames, or trajectories if the collector splits them."""
+        """Add the data of one worker: frames, or trajectories if the collector splits them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """The last steps of a batch, in the order of the arguments.
+    """Post-processes batches, in the order of the arguments, and writes them to the replay buffer.
 
     Args:
         split_trajs: put each trajectory into its own row.
         postproc: changes the batch.
-        replay_buffer: where the batch is written to; None to yield it.
-        extend_in_workers: let the workers do all of that, which then deliver only how many frames
-            they have made, and with which versions.
-        episode_stats: let them deliver the totals of episodes too.
+        replay_buffer: the buffer that batches are written to; None to yield them.
+        extend_in_workers: let the workers do all of this; they then deliver only the number of
+            frames and their versions.
+        episode_stats: also deliver the totals of episodes.
     """
 
     split_trajs: bool = False
@@ -49,7 +49,7 @@ class Output:
     episode_stats: bool = False
 
     def check_buffer(self) -> None:
-        """Raise if there is no replay buffer, so that batches made in the background are lost."""
+        """Raise if there is no replay buffer for batches that are collected in the background."""
         if self.replay_buffer is None:
             raise RuntimeError(
                 "batches that are made in the background are not taken; give the collector "
@@ -57,7 +57,7 @@ class Output:
             )
 
     def in_worker(self, made: TensorDictBase) -> TensorDictBase:
-        """Return the part of a batch that a worker delivers after writing it."""
+        """Write a batch in the worker, and return the part that it delivers."""
         delivered = made.select("policy_version", strict=False)
         if self.episode_stats:
             delivered.update(select_totals(made))
@@ -65,28 +65,29 @@ class Output:
         return delivered
 
     def written_by_driver(self, batch: TensorDictBase, *, of_all: bool) -> Sequence[TensorDictBase]:
-        """Return the parts of a delivered batch to write, one after the other.
+        """Return the parts of a delivered batch to write to the replay buffer.
 
         Args:
             batch: the batch.
-            of_all: whether its first dimension is that of the workers. Into a replay buffer goes
-                what each of them has made, as if they had written it.
+            of_all: whether the first dimension is the workers. Each worker's part is written
+                separately.
         """
         if self.replay_buffer is None or self.extend_in_workers:
             return []
         return batch.unbind(0) if of_all else [batch]
 
     def write(self, made: TensorDictBase) -> None:
-        """Write what one worker has made into the replay buffer."""
+        """Write the data of one worker to the replay buffer."""
         assert self.replay_buffer is not None
         _given("the replay buffer", self.replay_buffer.extend, self._finish(made))
 
     def yielded(self, batch: TensorDictBase) -> Any:
-        """Return the batch to yield; None where it is written to a replay buffer."""
+        """Return the batch to yield; None if it is written to a replay buffer."""
         return self._finish(batch) if self.replay_buffer is None else None
 
     def _finish(self, batch: TensorDictBase) -> Any:
-        # A copy, without one of the tensors: the batch is counted afterwards, or finished again.
+        # A copy of the TensorDict, not of its tensors: the batch is still counted, or finished
+        # again.
         batch = batch.copy()
         if self.split_trajs:
             batch = split_trajectories(batch)
@@ -94,11 +95,11 @@ class Output:
 
 
 def _given(name: str, function: Callable[[Any], Any], value: Any) -> Any:
-    """Return the result of the user's function for a batch or its statistics."""
+    """Call the user's function for a batch or its statistics, and return its result."""
     try:
         return function(value)
     except StopIteration as error:
-        # It would end the loop over the collector as if all frames had been yielded.
+        # StopIteration would end the loop over the collector, as if all frames had been yielded.
         raise RuntimeError(f"{name} raised StopIteration, as next() does at an end") from error
 
 
@@ -110,17 +111,17 @@ class CollectorStats:
         frames: frames delivered.
         batches: batches delivered.
         version: the newest version of the policy; 0 before the first update.
-        lag: how many versions the oldest policy that acted in the last batch was behind the
-            newest one, when the batch was delivered. Before the first update, the newest one is
-            the trainer's own: each batch before which that has changed counts as a version.
-        mean_lag: the same, on average over the batches delivered.
-        max_lag: the largest such number of all batches.
+        lag: the newest version minus the oldest version in the last batch, at its delivery. Before
+            the first update, each batch before which the trainer's policy has changed counts as a
+            version.
+        mean_lag: the mean lag over all batches delivered.
+        max_lag: the largest lag of all batches.
         sync_seconds: how long the last `update_policy_weights_` took, from the call to the last
-            worker's acknowledgement; 0.0 before the first. One with ``blocking=False`` and an
-            automatic one count only for what the caller waited.
+            worker's acknowledgement; 0.0 before the first. Updates with ``blocking=False`` and
+            automatic updates count only the time that the caller waited.
         frames_per_second: frames delivered, divided by the seconds from the call for the first
-            batch to the delivery of the last one; the trainer's own time counts.
-        episodes: the number of episodes that have ended, with ``episode_stats=True``.
+            batch to the delivery of the last one; this includes the trainer's own time.
+        episodes: the number of episodes that have ended, if ``episode_stats=True``.
         episode_reward: the mean total reward of the last 100 of them; NaN before the first.
         episode_length: the mean number of steps of the last 100 of them; NaN before the first.
     """
@@ -138,18 +139,18 @@ class CollectorStats:
     episode_length: float = field(default=math.nan, compare=False)
 
 
-#: How long an update that was not waited for may delay the end of a collector, in seconds.
+#: The longest time in seconds that a pending update may delay the end of a collector.
 LET_END = 0.5
 
 
 @dataclass(slots=True)
 class _BatchProgress:
-    """The progress of the batch in hand.
+    """The progress of delivering the current batch.
 
     Args:
-        noted: whether its workers were notified that it was taken.
+        noted: whether automatic updates counted it and its workers were asked for more.
         written: how many of its parts were written into the replay buffer.
-        yielded: what is yielded for it, in a tuple; None before that is made.
+        yielded: the result to yield, in a tuple; None before there is one.
     """
 
     noted: bool = False
@@ -158,20 +159,21 @@ class _BatchProgress:
 
 
 class BatchDelivery:
-    """The delivery of batches, and their count.
+    """Delivers batches and counts them.
 
     Args:
-        pool: the workers; they are ended as soon as the last batch was taken.
-        schedule: says whose batch is next.
-        requests: batches that workers were asked for.
-        weights: what the policies act with.
+        pool: the workers; they are ended after the last batch was taken.
+        schedule: decides which worker's batch is next.
+        requests: the requests for batches.
+        weights: the weights of the policies.
         auto_update: the automatic updates.
-        stale: warns if they never are.
-        output: what happens to a batch in the end.
-        total_frames: the frames after which it ends; -1 for never.
-        observers: called with the statistics that include a batch, before it is handed over.
-        close: ends the collector, unless it has ended. It must not keep the collector alive, for a
-            thread that collects in the background holds this object.
+        stale: warns if workers are never updated.
+        output: post-processes and writes batches.
+        total_frames: the collector ends after this number of frames; -1 for never.
+        observers: called with the statistics before each batch is delivered; they include that
+            batch.
+        close: ends the collector, unless it has ended. It must hold the collector weakly, because
+            the background thread holds this object.
     """
 
     def __init__(
@@ -198,25 +200,25 @@ class BatchDelivery:
         self._total_frames = total_frames
         self._observers = observers
         self._close = close
-        # Their version and sync_seconds are filled in when they are asked for.
+        # Version and sync_seconds are filled in by `stats`.
         self._counts = CollectorStats()
         self._episodes = RecentEpisodes()
-        # The time of the first call, and the frames before it.
+        # The time of the first call, and the frames delivered before it.
         self._began: tuple[float, int] | None = None
-        # Kept until the batch is handed over: Ctrl-C or a replay buffer may raise before that.
+        # Kept until the batch is delivered: Ctrl-C or a replay buffer may raise before that.
         self._progress = _BatchProgress()
 
     @property
     def wanted(self) -> int | None:
-        """Return how many more frames are to come; None for any number."""
+        """Return the number of frames still to deliver; None without a limit."""
         return None if self._total_frames < 0 else max(0, self._total_frames - self._counts.frames)
 
     def stats(self) -> CollectorStats:
-        """Return counts of what was collected, and the lag of policies."""
+        """The counts of collected frames and batches, and the lag of policies."""
         return self._current(self._counts)
 
     def next_batch(self) -> Any:
-        """The next batch, as it is yielded.
+        """Return the next item to yield.
 
         Raises:
             StopIteration: the collector has ended.
@@ -224,7 +226,7 @@ class BatchDelivery:
         return self._take(self.wanted, end_workers=True)
 
     def count_batches(self) -> int:
-        """Return how many batches there are in all, those delivered included.
+        """Return the total number of batches, including those delivered.
 
         Raises:
             TypeError: the number is unknown.
@@ -239,7 +241,7 @@ class BatchDelivery:
         return self._counts.batches + math.ceil(self.wanted / frames)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, the batch in hand, and the next worker."""
+        """Return the counts, the current batch, and the next worker."""
         in_hand, progress = self._requests.in_hand, self._progress
         return {
             "counts": asdict(self._counts),
@@ -253,7 +255,7 @@ class BatchDelivery:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there."""
+        """Restore a state that `state_dict` returned."""
         self._counts = CollectorStats(**state["counts"])
         self._episodes = RecentEpisodes(**state["episodes"])
         self._began = None
@@ -267,7 +269,7 @@ class BatchDelivery:
         self._stale.restart()
 
     def drop(self) -> None:
-        """Let what was not handed on be lost, uncounted."""
+        """Drop the batches that were not delivered, without counting them."""
         self._requests.in_hand, self._progress = None, _BatchProgress()
 
     def check_background(self) -> None:
@@ -281,11 +283,11 @@ class BatchDelivery:
             )
 
     def collect_one(self) -> bool:
-        """Take a batch for the background; False at the end."""
+        """Take a batch for the background thread; return False at the end."""
         return self.wanted != 0 and self._took(self.wanted)
 
     def collect_rest(self) -> bool:
-        """Take a batch that a worker was asked for already; False if there is none."""
+        """Take a batch that was already requested; return False if there is none."""
         under_way = self._requests.in_hand is not None or len(self._requests) > 0
         return under_way and self._took(0)
 
@@ -318,8 +320,8 @@ class BatchDelivery:
             self._weights.let_end(LET_END)
             self._pool.dismiss()
         following, yielded = _BatchProgress(), progress.yielded[0]
-        # From here on nothing is called, so that Ctrl-C comes before the batch counts, and the next
-        # call hands it over, or after it was handed over.
+        # Nothing is called from here on: Ctrl-C comes either before the batch counts, and the next
+        # call delivers it, or after it was delivered.
         self._counts, self._progress, self._requests.in_hand = counts, following, None
         self._episodes = episodes
         return yielded
@@ -330,7 +332,7 @@ class BatchDelivery:
     def _counted(
         self, batch: TensorDictBase, episodes: RecentEpisodes, began: float, frames_before: int
     ) -> CollectorStats:
-        """Return the counts as soon as a batch is handed over."""
+        """Return the statistics with a batch added."""
         old, lag = self._counts, 0
         frames = old.frames + batch.numel()
         if "policy_version" in batch:
@@ -343,7 +345,7 @@ class BatchDelivery:
             lag=lag,
             mean_lag=(old.mean_lag * old.batches + lag) / (old.batches + 1),
             max_lag=max(old.max_lag, lag),
-            # A clock of low resolution may show the same time as before the first batch.
+            # A clock of low resolution may not have advanced since the first call.
             frames_per_second=(frames - frames_before) / max(time.monotonic() - began, 1e-9),
             episodes=episodes.count,
             episode_reward=episodes.mean_reward,
@@ -351,7 +353,7 @@ class BatchDelivery:
         )
 
     def _next(self, wanted: int | None) -> TakenBatch:
-        """The batch in hand, or the next one."""
+        """Return the batch being delivered, or wait for the next one."""
         in_hand = self._requests.in_hand
         if in_hand is not None and self._progress.noted:
             return in_hand

@@ -1,4 +1,4 @@
-"""Trajectories and their numbers; the rewards and lengths of episodes."""
+"""Numbers trajectories, and sums the rewards and lengths of episodes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 from sync_collector.loops import Leaves
 
-#: The worker in seat ``i`` numbers its trajectories from ``i`` times this on.
+#: The range of trajectory ids per seat: seat ``i`` numbers from ``i`` times this.
 PER_WORKER = 1 << 32
 
 
 class TrajectoryIds:
-    """The trajectory that each environment of a worker is in.
+    """Numbers the trajectories of a worker's environments.
 
     Args:
-        seat: the number of the worker's place, which no other worker has or had.
+        seat: the worker's seat, which no other worker has or had.
 
     Example:
         >>> ids = TrajectoryIds(0)
@@ -37,28 +37,28 @@ class TrajectoryIds:
         self._current: Tensor | None = None
 
     def restart(self) -> None:
-        """Every environment begins a new trajectory with the next batch."""
+        """Begin a new trajectory in every environment with the next batch."""
         self._current = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The ids given so far."""
+        """Return the ids used so far."""
         return {"next": self._next, "current": self._current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore a state that `state_dict` returned."""
         self._next, self._current = state["next"], state["current"]
 
     def label(self, done: Tensor) -> Tensor:
-        """The ids of a batch's frames.
+        """Return the trajectory ids of a batch's frames.
 
         Args:
-            done: after which frames a trajectory ended; time is its last dimension.
+            done: the frames after which a trajectory ended; time is the last dimension.
         """
         envs = done.reshape(-1, done.shape[-1])
         if self._current is None:
             self._current = self._next + torch.arange(len(envs), device=done.device)
             self._next += len(envs)
-        # Ids grow in the order of time, so that the newest in a row is the largest so far.
+        # Ids grow in the order of time, so the largest id so far in a row is its newest.
         ordinal = envs.T.flatten().cumsum(0).reshape(envs.T.shape).T
         begun = torch.where(envs, self._next - 1 + ordinal, 0)
         ids = torch.cat([self._current.unsqueeze(1), begun], 1).cummax(1).values
@@ -68,17 +68,17 @@ class TrajectoryIds:
 
 
 def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
-    """One row for each trajectory, padded with zeros to the length of the longest.
+    """Return one row per trajectory, padded with zeros to the longest one.
 
-    Rows come in the order of the batch: environment after environment, each in the order of time.
-    A trajectory that continues in the next batch has a row in both, with the same id.
+    Rows are ordered by environment, then by time. A trajectory that continues in the next batch has
+    a row in both, with the same id.
 
     Args:
         batch: frames with ``("collector", "traj_ids")``; time is the last dimension.
 
     Returns:
-        A TensorDict of the shape ``[trajectories, longest]`` with no named dimension, in which
-        ``("collector", "mask")`` says which frames are real.
+        A TensorDict of the shape ``[trajectories, longest]`` without named dimensions;
+        ``("collector", "mask")`` is True for real frames.
 
     Example:
         >>> from tensordict import TensorDict
@@ -108,15 +108,15 @@ def split_trajectories(batch: TensorDictBase) -> TensorDictBase:
     return rows
 
 
-#: The key, under ``"next"``, of the number of steps of an episode so far.
+#: The key, under ``"next"``, of the number of steps in an episode so far.
 EPISODE_LENGTH = "episode_length"
 
-# How many episodes the means are of.
+# The number of episodes in the means.
 _RECENT = 100
 
 
 class EpisodeTotals:
-    """Adds up the rewards and steps of episodes, also of those that span several batches.
+    """Adds up the rewards and steps of episodes, including episodes over several batches.
 
     Args:
         reward_keys: the keys of rewards in the outcome of a step.
@@ -140,7 +140,7 @@ class EpisodeTotals:
         self._before: dict[Any, np.ndarray[Any, Any]] = {}
 
     def state_dict(self) -> dict[Any, np.ndarray[Any, Any]]:
-        """Return the sums of the episodes that continue."""
+        """Return the sums of the unfinished episodes."""
         return dict(self._before)
 
     def load_state_dict(self, state: dict[Any, np.ndarray[Any, Any]]) -> None:
@@ -181,7 +181,7 @@ class EpisodeTotals:
 
 @dataclass(frozen=True, slots=True)
 class RecentEpisodes:
-    """The episodes that ended last.
+    """The rewards and lengths of the last episodes.
 
     Args:
         count: the number of all episodes that have ended.
@@ -194,7 +194,7 @@ class RecentEpisodes:
     lengths: tuple[int, ...] = ()
 
     def with_batch(self, batch: TensorDictBase) -> Self:
-        """Return these and the episodes that ended in a batch, which has their totals."""
+        """Return a copy with the episodes that ended in a batch added."""
         found = totals_of(batch)
         if found is None or not found.ended.any():
             return self
@@ -219,12 +219,13 @@ class RecentEpisodes:
 
 @dataclass(frozen=True, slots=True)
 class BatchTotals:
-    """The totals of the episode of each frame, of the shape of the batch.
+    """The totals of each frame's episode, in the shape of the batch.
 
     Args:
         ended: whether the episode ended with the frame.
-        reward: its reward up to the frame; the mean over agents where each has one.
-        length: its steps up to the frame.
+        reward: the episode's reward up to the frame; with several agents, the mean of their
+            rewards.
+        length: the episode's steps up to the frame.
     """
 
     ended: Tensor
@@ -233,7 +234,7 @@ class BatchTotals:
 
 
 def totals_of(batch: TensorDictBase) -> BatchTotals | None:
-    """Return the totals that a batch has; None if it was made without ``episode_stats``."""
+    """Return the totals in a batch; None if it was made without ``episode_stats``."""
     following = batch.get("next", None)
     if following is None or following.get(EPISODE_LENGTH, None) is None:
         return None
@@ -244,7 +245,7 @@ def totals_of(batch: TensorDictBase) -> BatchTotals | None:
         return None
     dims = batch.ndim
     ended = [following[key].flatten(dims).any(-1) for key in flags]
-    # Those of agents, whose names come first.
+    # The rewards of agents, whose keys begin with the agent's name.
     alike = [key for key in rewards if _last(key) == _last(rewards[0])]
     return BatchTotals(
         ended=torch.stack(ended).any(0),
@@ -266,7 +267,7 @@ def select_totals(batch: TensorDictBase) -> TensorDictBase:
 
 
 def _episode_key(reward_key: Any) -> Any:
-    """Return the key that TorchRL's ``RewardSum`` gives the sum of a reward."""
+    """Return the key of a reward's sum in TorchRL's ``RewardSum``."""
     if isinstance(reward_key, str):
         return f"episode_{reward_key}"
     return (*reward_key[:-1], f"episode_{reward_key[-1]}")

@@ -1,4 +1,4 @@
-"""Evaluation of the trainer's policy in an environment that collects nothing."""
+"""Evaluates the trainer's policy in an environment that is not used for collection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sync_collector.schemes import POLICY
 from sync_core.checks import check_count, check_integer, check_seconds
 from sync_core.models import named_tensors
 
-# How many frames are made between two looks at the clock.
+# The number of frames between two checks of the deadline.
 _FRAMES = 64
 
 
@@ -32,7 +32,7 @@ class Evaluation:
     Args:
         rewards: the total reward of each episode.
         lengths: the number of steps of each episode.
-        version: the newest version that was sent to the collector's workers by then.
+        version: the newest version that had been sent to the collector's workers.
 
     Example:
         >>> Evaluation(rewards=(1.0, 2.0), lengths=(4, 6), version=1).mean_reward
@@ -62,12 +62,12 @@ class Evaluation:
 class Evaluator:
     """Runs a copy of the policy in another environment, in the calling thread.
 
-    Both are made by the first evaluation, as in a worker, and kept until `close`.
+    The first evaluation makes the copy and the environment as in a worker; `close` releases them.
 
     Args:
-        specs: how workers are made.
+        specs: the specifications of the workers.
         weights: the trainer's models.
-        read_model: returns the weights that workers have of a model that the trainer has not.
+        read_model: returns the workers' weights of a model that the trainer does not have.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class Evaluator:
         self._read_model = read_model
         self._worker: CollectorWorker | None = None
         self._deterministic = True
-        # Where the next evaluation continues, which would else draw what the last one has drawn.
+        # The random state from which the next evaluation continues, so that it draws new numbers.
         self._random: dict[str, Any] | None = None
 
     @property
     def needs_rest(self) -> bool:
-        """Return whether workers must rest meanwhile: those in threads of this process.
+        """Return whether workers must pause during an evaluation, since they are threads here.
 
-        They share its random state, and the exploration type where tensordict keeps one for all
-        threads.
+        Worker threads share the random state, and in some versions of tensordict the exploration
+        type.
         """
         options = self._specs.options[0]
         return options.parallel and not options.owns_process
@@ -120,10 +120,10 @@ class Evaluator:
 
     @contextmanager
     def _own_random_state(self, seed: int | None) -> Iterator[None]:
-        """For ``with``: draw from other random numbers than this process, whose state stays.
+        """For ``with``: use a separate random state; restore the process's own afterwards.
 
         Args:
-            seed: begins them again; None to continue.
+            seed: the seed; None to continue from the last evaluation.
         """
         state = random_state()
         try:
@@ -159,7 +159,7 @@ class Evaluator:
         return worker
 
     def _current(self, given: Any) -> dict[str, Mapping[str, Tensor]]:
-        """Return the weights of each model; of the policy, those given."""
+        """Return the weights of each model; for the policy, the weights given."""
         own = self._weights.models
         current = {
             name: sender.snapshot()
@@ -170,7 +170,8 @@ class Evaluator:
         if given is not None:
             current[POLICY] = named_tensors(given)
         elif POLICY not in current and module is not None and (tensors := named_tensors(module)):
-            # Where parts of it are sent, or workers call a method of the trainer's own.
+            # The policy has no sender if only its parts are sent, or if workers call a method of
+            # the trainer's own module.
             current = {POLICY: tensors, **current}
         elif POLICY not in own and self._specs.policy is None and self._specs.policy_fns[0]:
             current[POLICY] = self._read_model(POLICY)
@@ -182,8 +183,8 @@ def _run(
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Return the rewards and the lengths of the episodes.
 
-    Each of the environments that are stepped together makes as many episodes as the others, or one
-    more: the first ones to end would be the short ones.
+    Environments that are stepped together make equally many episodes, or one more: otherwise short
+    episodes, which end first, would be over-represented.
     """
     deadline = time.monotonic() + timeout
     quotas: list[int] = []

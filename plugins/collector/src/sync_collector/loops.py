@@ -1,4 +1,4 @@
-"""The loop over steps that works with every environment, and the stacking of what steps gave."""
+"""The step loop that works with every environment, and the stacking of its steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Leaves: TypeAlias = dict[Any, Tensor]
 
 
 def leaves_of(tensordict: TensorDictBase) -> Leaves:
-    """The tensors of a TensorDict by key, without what is under ``"next"``.
+    """Return the tensors of a TensorDict by key, without the entries under ``"next"``.
 
     Raises:
-        TypeError: an entry that is not a tensor.
+        TypeError: an entry is not a tensor.
     """
     leaves: Leaves = {}
     items = tensordict.items(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)
@@ -38,7 +38,7 @@ def leaves_of(tensordict: TensorDictBase) -> Leaves:
 
 
 def recorded_of(tensordict: TensorDictBase) -> Leaves:
-    """Return the leaves of a batch, private ones (with an underscore) apart."""
+    """Return the leaves of a batch, without private ones (with an underscore)."""
     leaves = leaves_of(tensordict)
     return {key: tensor for key, tensor in leaves.items() if not _is_private(key)}
 
@@ -49,14 +49,14 @@ def _is_private(key: str | tuple[str, ...]) -> bool:
 
 
 def copy_of(leaves: Leaves) -> Leaves:
-    """The tensors of one step, to be kept: the next step may overwrite the originals."""
+    """Copy the tensors of one step, since the next step may overwrite the originals."""
     return {key: tensor.clone() for key, tensor in leaves.items()}
 
 
 class Copies:
-    """Copies of the tensors of steps, each tensor once.
+    """Copies the tensors of steps, each tensor once.
 
-    The next step begins with the result of the last one: often the very same tensors.
+    The next step often begins with the same tensor objects that the last step returned.
 
     Example:
         >>> copies, given = Copies(), {"observation": torch.zeros(1)}
@@ -68,7 +68,7 @@ class Copies:
         self._made: dict[Any, tuple[Tensor, int, Tensor]] = {}
 
     def of(self, leaves: Leaves) -> Leaves:
-        """The tensors that a step gave, to be kept."""
+        """Copy the tensors that a step returned."""
         copies = copy_of(leaves)
         self._made = {
             key: (tensor, tensor._version, copies[key])
@@ -78,7 +78,7 @@ class Copies:
         return copies
 
     def again(self, leaves: Leaves) -> Leaves:
-        """The tensors that the next step begins with; those already copied are not again."""
+        """Copy the tensors that the next step begins with, except those already copied."""
         return {key: self._again(key, tensor) for key, tensor in leaves.items()}
 
     def _again(self, key: Any, tensor: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Copies:
 
 
 def stack(rows: Sequence[Leaves], dim: int) -> Leaves:
-    """The tensors of all steps, with a dimension for time.
+    """Stack the tensors of all steps along a new time dimension.
 
     Raises:
         ValueError: keys, shapes or dtypes differ between steps.
@@ -115,20 +115,20 @@ def _stack(key: Any, column: list[Tensor], dim: int) -> Tensor:
     return torch.stack(column, dim)
 
 
-#: Called before every step; gives the version of the policy that is about to act.
+#: Called before every step; returns the version of the policy that is about to act.
 BetweenSteps: TypeAlias = Callable[[], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps that a loop gathered; time is the last batch dimension.
+    """The steps of a loop; time is the last batch dimension.
 
     Args:
-        root: what the policy saw and did, by key.
+        root: the inputs and outputs of the policy, by key.
         next: the outcome, by key.
-        ended: after which steps an episode was over.
+        ended: the steps that ended an episode.
         versions: the version of the policy that acted in each step.
-        begins: whether the first step begins episodes, though the one before it ended none.
+        begins: whether the first step begins new episodes although the step before it ended none.
     """
 
     root: Leaves
@@ -140,20 +140,19 @@ class Steps:
 
 @dataclass(slots=True)
 class _Acted:
-    """A step whose action is chosen, and that is still to be made or recorded."""
+    """A step whose action is chosen, and that is not yet made or recorded."""
 
     tensordict: TensorDictBase
     root: Leaves
     version: int
-    #: Return the environment's result, and the root of the next step, if there is one.
+    #: Step and return the environment's result, and the root of the next step if there is one.
     made: tuple[TensorDictBase, TensorDictBase | None] | None = None
 
 
 class TensorDictLoop:
-    """Steps an environment by its TensorDict methods; a new episode begins where one has ended.
+    """Steps an environment by its TensorDict methods, and resets ended episodes.
 
-    A run that was cut short, by Ctrl-C or an error, is continued by the next one: what it gathered
-    is kept here.
+    If Ctrl-C or an error interrupts a run, its steps are kept here and the next run continues it.
 
     Args:
         env: any environment.
@@ -169,21 +168,22 @@ class TensorDictLoop:
         self.restart()
 
     def observation_keys(self) -> list[Any]:
-        """The keys that a reset gives, flags apart."""
+        """Return the keys of a reset, without flags."""
         return [key for key in leaves_of(self._begin()) if key not in self._flag_keys]
 
     def restart(self) -> None:
-        """Begin the next run with a reset, and drop what one that was cut short has gathered."""
+        """Begin the next run with a reset, and drop the steps of an interrupted run."""
         self._root: TensorDictBase | None = None
         self._acted: _Acted | None = None
         self._stepped: TensorDictBase | None = None
-        # The keys of what the policy set under "next", to find it at the root of the next step.
+        # The keys of values that the policy set under "next", to find them at the root of the next
+        # step.
         self._carried: tuple[Any, ...] = ()
         self._frames: list[tuple[Leaves, Leaves, int]] = []
         self._copies = Copies()
 
     def midway(self) -> bool:
-        """Return whether a run was cut short."""
+        """Return whether a run was interrupted."""
         return bool(self._frames) or self._acted is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class TensorDictLoop:
         return {"root": self._root, "stepped": self._stepped, "carried": self._carried}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there."""
+        """Restore a state that `state_dict` returned."""
         self.restart()
         self._root, self._stepped = state["root"], state["stepped"]
         self._carried = state["carried"]
@@ -199,7 +199,7 @@ class TensorDictLoop:
     def run(
         self, steps: int, policy: TensorDictPolicy | None, between_steps: BetweenSteps
     ) -> Steps:
-        """Go on for some steps; None as the policy means random actions."""
+        """Run some steps; with None as the policy, the actions are random."""
         act = policy or random_policy(self._env, self._conventions.action_key)
         while len(self._frames) < steps:
             self._step(act, between_steps)
@@ -213,22 +213,22 @@ class TensorDictLoop:
         return made
 
     def _even(self, roots: Sequence[Leaves]) -> Sequence[Leaves]:
-        """Leave out the flags of parts that only some steps have: a reset need not give them."""
+        """Drop flags of parts that only some steps have: a reset need not return them."""
         uneven = {key for key in self._flag_keys if any(key not in root for root in roots)}
         return [{k: seen for k, seen in root.items() if k not in uneven} for root in roots]
 
     def _step(self, act: TensorDictPolicy, between_steps: BetweenSteps) -> None:
         if self._acted is None:
             version = between_steps()
-            # A copy, as a policy that is interrupted may have set entries that it begins with.
+            # A copy, since an interrupted policy may have set entries of its input.
             given = self._begin().copy()
             acted = act(given)
             if acted is not given:
-                # A policy may return what it has set and no more.
+                # A policy may return only the entries that it has set.
                 acted = given.copy().update(acted)
             following = acted.get("next", None)
             self._carried = () if following is None else tuple(leaves_of(following))
-            # Copied before the step, since environments may change their tensors in place.
+            # Copied before the step, since the environment may change its tensors in place.
             seen = recorded_of(acted)
             for key in self._conventions.decisive_keys:
                 seen.pop(key, None)
@@ -243,7 +243,7 @@ class TensorDictLoop:
         outcome = self._copies.of(recorded_of(following_of(self._env, acted, stepped)))
         frame = ((self._acted.root, outcome, self._acted.version),)
         end = len(self._frames)
-        # Nothing is called in these lines, so that Ctrl-C comes before or after both.
+        # These lines call nothing, so that Ctrl-C comes before or after both.
         self._frames[end:] = frame
         self._acted, self._root, self._stepped = None, root, stepped
 
@@ -254,18 +254,18 @@ class TensorDictLoop:
         return self._root
 
     def _reset(self) -> TensorDictBase:
-        # Values of a policy must not come back where an environment gives its own every time.
+        # A policy's values must not overwrite those that the environment returns in every step.
         return reset_env(self._env).copy()
 
     def _root_after(self, stepped: TensorDictBase) -> TensorDictBase:
         following = stepped["next"]
-        # What no step gives again stays, such as the parameters of a model.
+        # Entries that no step returns again are kept, such as the parameters of a model.
         root: TensorDictBase = stepped.exclude("next", *self._conventions.action_keys)
         root.update(following.exclude(*self._conventions.reward_keys))
         mask = self._conventions.ended_now(following)
         if not mask.any():
             return root
-        # The environment may have written into the tensors that it gave before.
+        # The environment may have written into tensors that it returned before.
         self._copies = Copies()
         if mask.all():
             return self._reset()
@@ -278,7 +278,7 @@ class TensorDictLoop:
                 root.set(key, new if old is None else torch.where(spread(mask, new), new, old))
         for key in self._carried:
             carried = root.get(key, None)
-            # An environment may replace what is under "next" altogether.
+            # An environment may replace the whole entry "next".
             if carried is not None and key not in fresh and key not in self._flag_keys:
                 root.set(key, carried.masked_fill(spread(mask, carried), 0))
         return root

@@ -1,4 +1,4 @@
-"""The weights of a collector's models, on their way from the trainer to the workers' copies."""
+"""Sends the weights of a collector's models to the workers' copies."""
 
 from __future__ import annotations
 
@@ -38,30 +38,31 @@ from sync_plugin_std.workers import gather, shares_policy
 
 #: The weights of models, by their names.
 Weights: TypeAlias = Mapping[str, Mapping[str, Tensor]]
-# A call of a worker: `WorkerPool.request`, or `WorkerPool.call` for one that has not joined.
+# A call of a worker: `WorkerPool.request`, or `WorkerPool.call` for a worker that has not joined.
 _Call: TypeAlias = Callable[..., Future[bool]]
 
-# How long a worker that was asked for a version waits for it before it is asked again, in seconds:
-# no longer, since Ctrl-C may have taken the version back.
+# How long a worker waits for a requested version before it is asked again, in seconds. A longer
+# wait would be in vain after Ctrl-C has withdrawn the version.
 _PATIENCE = 0.1
 
 
 class ModelWeights:
-    """A sender for each model, and the workers that commit what these send.
+    """A sender for each model, and the workers that commit the sent weights.
 
-    A worker with a single model commits it between two steps, or at once where it rests. Several
-    are committed between two batches, all that an update names or none: all sources are read and
-    checked before anything is sent, and each worker is notified which versions belong together.
+    A worker with a single model commits new weights between two steps, or at once if it is idle.
+    Several models are committed between two batches, all models of an update or none: all sources
+    are read and checked before anything is sent, and each worker is notified which versions belong
+    together.
 
     Args:
         pool: the workers.
-        requests: the batches that they are asked for.
+        requests: the requests for batches.
         schemes: the scheme of each model.
-        collector: what senders are to know as their collector; weak, so that it can be forgotten.
+        collector: a weak reference to the collector of the senders.
         policy: the trainer's policy; None if there is none, or if workers make theirs.
-        models: what the trainer has beside it; a model that is not among them is sent when its
-            weights are given.
-        made_by_workers: whether workers have policies that the trainer has not seen.
+        models: the trainer's other models; a model that is missing here is sent when its weights
+            are given.
+        made_by_workers: whether workers make their own policies.
         timeout: deadline of blocking calls, in seconds.
     """
 
@@ -82,22 +83,23 @@ class ModelWeights:
         self._schemes = schemes
         self._single = len(schemes) == 1
         only = next(iter(schemes))
-        #: The model whose versions are those of the policy: its only part, if that alone is sent.
+        #: The model whose versions count as the policy's: the policy, or its part if only that is
+        #: sent.
         self.counted = only if self._single and is_part(only) else POLICY
         self._collector = collector
         self._made_by_workers = made_by_workers
         self._timeout = timeout
-        # The count of versions where no sender counts them.
+        # The version of the policy if no sender counts it.
         self._version = 0
-        # The update that was not waited for.
+        # The update with ``blocking=False`` that has not been waited for.
         self._pending: PendingSend | None = None
-        # What each model was sent last, and which of that went to some workers only: a new worker
-        # must have it too. Of such, the values that were sent, unless updates are automatic: the
-        # trainer may be in the middle of a step when the worker joins.
+        # The last weights sent of each model, and the models whose last version went only to some
+        # workers: a new worker must get these too. For them the values are kept, unless updates are
+        # automatic, because the trainer may be in the middle of a step when the worker joins.
         self._last: dict[str, Any] = {}
         self._of_some: set[str] = set()
-        # For a worker that got only what went to all: the newest version of each model, or weights
-        # that workers began or continue with; and its version of the policy.
+        # For a new worker: the newest version of each model that went to all workers, the weights
+        # that workers began or continued with, and the policy's version that belongs to these.
         self._of_all: dict[str, int] = {}
         self._unsent: Weights = {}
         self._common_version = 0
@@ -105,14 +107,14 @@ class ModelWeights:
         self._group = SendGroup(self.senders)
         #: How long the last update took, in seconds.
         self.seconds = 0.0
-        #: The versions that went to each worker with what was sent last, by model.
+        #: For each worker, the versions in the last update, by model.
         self.required: Mapping[int, Mapping[str, int]] = {}
-        #: Called with the workers that an update is sent to, once it is sent.
+        #: Called with the workers of an update after it is sent.
         self.on_update: list[Callable[[Sequence[int]], None]] = []
         #: The trainer's models, by name.
         self.models = dict(models)
         shared = POLICY in schemes and shares_policy(schemes[POLICY].scheme)
-        # A function that shares the trainer's modules needs no weights, whichever they are.
+        # A function that shares the trainer's modules needs no sender.
         if POLICY in schemes and not (shared and not isinstance(policy, nn.Module)):
             module = module_of(policy)
             if module is not None:
@@ -135,12 +137,12 @@ class ModelWeights:
 
     @property
     def version(self) -> int:
-        """The newest version of the policy, as its sender counts, or that of its only part."""
+        """The policy's newest version, counted by its sender or the sender of its only part."""
         sender = self.senders.get(self.counted)
         return self._version if sender is None else sender.version
 
     def advance(self, version: int) -> None:
-        """Count on from a version of the policy, unless the count is beyond that."""
+        """Raise the policy's version to this number, unless it is higher already."""
         with self._pool.lock:
             sender = self.senders.get(self.counted)
             if sender is not None:
@@ -148,8 +150,8 @@ class ModelWeights:
             self._version = max(version, self._version)
 
     def increment_version(self) -> None:
-        """Count a version of the policy that reached the workers another way."""
-        # A worker that joins meanwhile learns it when it joins, or with all others.
+        """Count a new version of the policy, whose weights reached the workers another way."""
+        # With the lock, a new worker gets the version either when it joins or with all others.
         with self._pool.lock:
             self.advance(self.version + 1)
             self._common_version = self.version
@@ -159,11 +161,11 @@ class ModelWeights:
     def update(
         self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None, *, blocking: bool
     ) -> SendReport | PendingSend:
-        """Send weights, and let the workers commit them.
+        """Send weights, and request that workers commit them.
 
         Args:
-            given: weights by the name of their model, None for the trainer's own; empty for those
-                of all models.
+            given: weights by the name of their model, None for the trainer's own; empty for all
+                models.
             worker_ids: the workers; None for all.
             blocking: wait until they have committed the weights.
         """
@@ -190,7 +192,7 @@ class ModelWeights:
     def refresh(self, worker_ids: Sequence[int]) -> PendingSend | None:
         """Send the trainer's models to workers whose next batch will require them.
 
-        None where there is nothing to wait for.
+        Returns None if there is nothing to wait for.
         """
         with self._pool.lock:
             self._pending = self._begin({}, worker_ids)
@@ -208,19 +210,19 @@ class ModelWeights:
             pending.wait()
 
     def begin_with(self, weights: Weights, version: int) -> None:
-        """Let workers that join act with these weights, as the others do from now on.
+        """Let all workers, including later ones, act with these weights.
 
         Args:
-            weights: of each model.
-            version: the version of the policy's.
+            weights: the weights of each model.
+            version: the version of the policy's weights.
         """
         with self._pool.lock:
             self._unsent, self._common_version = weights, version
             self._last, self._of_some = {}, set()
 
     def let_end(self, timeout: float) -> None:
-        """Give an update that was not waited for some seconds; its result is logged."""
-        # Another thread that has the lock sees it through.
+        """Wait for a pending update for some seconds, and log its result."""
+        # A thread that holds the lock waits for the update itself.
         if self._pending is None or not self._pool.lock.acquire(timeout=timeout):
             return
         try:
@@ -229,17 +231,17 @@ class ModelWeights:
             self._pool.lock.release()
 
     def close(self) -> None:
-        """Release what the senders hold."""
+        """Close the senders."""
         self._group.close()
 
     def _begin(
         self, given: Mapping[str, Any], worker_ids: int | Iterable[int] | None
     ) -> PendingSend | None:
-        """Send weights; None where there are none, so that every worker has the newest."""
+        """Send weights; return None without weights, when every worker is up to date."""
         self._see_through()
         self._pending = None
         for sender in self.senders.values():
-            # Ctrl-C may have interrupted it before it was recorded here.
+            # Ctrl-C may have interrupted the previous update before it was stored.
             with suppress(PendingSendError, SendError):
                 sender.wait_async(timeout=0)
         weights = dict(given) or dict.fromkeys(self.models) or dict.fromkeys(self.names)
@@ -253,7 +255,7 @@ class ModelWeights:
         return pending
 
     def _see_through(self, timeout: float | None = None) -> None:
-        """Wait for the update that was not waited for; its result is logged."""
+        """Wait for the pending update, and log its result."""
         pending = self._pending
         if pending is None:
             return
@@ -268,9 +270,9 @@ class ModelWeights:
 
     def _send(self, weights: Mapping[str, Any], ids: Sequence[int], call: _Call) -> PendingSend:
         if not self._single:
-            # A worker in quarantine commits nothing before it is waited for again.
+            # A worker in quarantine commits nothing, so nothing is sent to it.
             ids = [i for i in ids if self._pool.waits_for(i)]
-        # The report has the version of the first.
+        # The report has the version of the first model.
         named = {name: weights[name] for name in sorted(weights, key=lambda name: name != POLICY)}
         pending = self._group.send_async(named, ids)
         try:
@@ -278,7 +280,8 @@ class ModelWeights:
             self._note(versions if pending.worker_ids else {}, weights, pending.worker_ids)
             if not self._single:
                 for delivery in pending.deliveries.values():
-                    # Also where the scheme has answered for the worker, which has to know of it.
+                    # Needed even if the scheme has acknowledged for the worker, which must learn
+                    # the version.
                     self._request_commit(delivery, versions, call)
         except BaseException as error:
             pending.interrupt(error)
@@ -288,15 +291,15 @@ class ModelWeights:
     def _note(
         self, sent: Mapping[str, int], weights: Mapping[str, Any], ids: Sequence[int]
     ) -> None:
-        """Note what a worker that joins must have, and what the next batches require.
+        """Record the weights for new workers, and the versions that the next batches require.
 
         Args:
             sent: the version of each model that was sent.
-            weights: what it was sent as.
+            weights: the weights of each model, as they were given.
             ids: the workers.
         """
         self.required = dict.fromkeys(ids, sent)
-        # Weights of a whole policy are newer than all that its parts were sent before.
+        # Weights of the whole policy replace older weights of its parts.
         older = set(filter(is_part, {*self._last, *self._of_all})) - sent.keys()
         replaced = {*sent, *(older if POLICY in sent else ())}
         self._last = {n: given for n, given in self._last.items() if n not in replaced}
@@ -306,7 +309,7 @@ class ModelWeights:
             self._of_some |= sent.keys()
             return
         self._of_all = {n: v for n, v in self._of_all.items() if n not in replaced} | dict(sent)
-        # Weights sent for the policy are newer than those its parts began with.
+        # Weights sent for the policy replace its parts' initial weights.
         self._unsent = {
             name: weights
             for name, weights in self._unsent.items()
@@ -315,18 +318,18 @@ class ModelWeights:
         self._common_version = sent.get(self.counted, self._common_version)
 
     def _keep_sent(self) -> None:
-        """Copy what was sent just now and may be sent again, to a worker that joins."""
+        """Copy the weights just sent that may be sent again, to a new worker."""
         for name in next(iter(self.required.values()), {}):
-            # A part that all have is sent again after a policy that only some have.
+            # A part that went to all is sent again after a policy that went only to some.
             if name in self._of_some or (is_part(name) and POLICY in self._of_some):
                 weights, own = self._last[name], self.senders[name].snapshot
                 self._last[name] = own() if weights is None else detached_copy(weights)
 
     def _request_commits(self, pending: PendingSend, call: _Call) -> None:
-        """Have workers commit a single model: those at rest now, others after their batch.
+        """Ask workers to commit a single model: idle ones now, others after their batch.
 
-        A worker in the middle of a batch commits on its own, but for weights that come with its
-        last step; so do those whose scheme notifies them while they rest.
+        A worker commits on its own during a batch, except weights that arrive with its last step.
+        Workers whose scheme notifies them also commit on their own while idle.
         """
         for worker_id, delivery in pending.unanswered.items():
             worker = self._pool.workers[worker_id]
@@ -338,7 +341,7 @@ class ModelWeights:
     def _request_commit(self, delivery: Delivery, versions: Mapping[str, int], call: _Call) -> None:
         if delivery.ended and self._single:
             return
-        # One that works in this thread gets it all at once, or not at all.
+        # An inline worker gets everything at once or nothing.
         again = self._single and self._pool.parallel
         patience = _PATIENCE if again else self._timeout
         try:
@@ -369,7 +372,7 @@ class ModelWeights:
                 self._request_commit(delivery, versions, call)
 
     def _ensure_senders(self, weights: Mapping[str, Any]) -> bool:
-        """Connect models whose first weights were given; False if the policy has no weights."""
+        """Create missing senders; return False if the policy has no weights to send."""
         for name, given in weights.items():
             if name == POLICY and self._made_by_workers and given is None:
                 raise ModelError(
@@ -397,7 +400,7 @@ class ModelWeights:
     def _connect(self, name: str, model: Any) -> None:
         ids = self._pool.ids
         chosen = self._schemes[name]
-        # Each model comes by its own sender, also where the policy refers to it in a list.
+        # Each model has its own sender, even if the policy keeps it in a list.
         models = [each for other, each in self.models.items() if other != name]
         others = [module for each in models for _, module in modules_in(each)]
         allowed = chosen.arguments.get("allow_unregistered", ())
@@ -431,7 +434,7 @@ class ModelWeights:
         self.senders[name] = sender
 
     def _join(self, worker_id: int) -> None:
-        """Serve a worker that is new, or that has taken the place of another."""
+        """Send the newest weights to a worker that is new or replaces another."""
         with self._pool.lock:
             self._see_through()
             self._pending = None
@@ -448,9 +451,9 @@ class ModelWeights:
                     self._single,
                     joins=True,
                 )
-            # Parts of the policy were sent weights since, which what it begins with would replace.
+            # Parts of the policy that were sent since: the initial weights must not overwrite them.
             parts = tuple(n for n in self._of_all if is_part(n) and n not in self._unsent)
-            # What went to all is not to come after the weights to begin with.
+            # Weights that went to all must not arrive after the initial weights.
             comes = all(
                 self.senders[name].workers[worker_id].wanted >= version
                 for name, version in self._of_all.items()
@@ -476,12 +479,12 @@ class ModelWeights:
             if POLICY in lacking:
                 lacking.update(filter(is_part, self._last))
             if lacking:
-                # In the order in which they were sent: a part is committed after its policy.
+                # In the order of sending: a part is committed after its policy.
                 last = {name: sent for name, sent in self._last.items() if name in lacking}
                 self._send_last(worker_id, last)
 
     def _send_last(self, worker_id: int, weights: Mapping[str, Any]) -> None:
-        """Send a worker what models were sent last, and what it does not have."""
+        """Send a worker the last weights of the models that it lacks."""
         pending = self._send(weights, (worker_id,), self._pool.call)
         try:
             if self._single:
@@ -492,11 +495,11 @@ class ModelWeights:
             raise
 
     def _leave(self, worker_id: int) -> None:
-        """Serve a worker no longer."""
+        """Stop serving a worker."""
         with self._pool.lock:
             self._see_through()
             self._pending = None
             for sender in self.senders.values():
-                # One that could not join may not be there.
+                # A worker that could not join is not registered.
                 if worker_id in sender.all_worker_ids():
                     sender.remove_worker(worker_id)

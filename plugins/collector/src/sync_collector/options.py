@@ -1,4 +1,4 @@
-"""The arguments of a collector: checked before anything is started, and spread over its workers."""
+"""Checks the arguments of a collector before anything starts, and distributes them to workers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sync_core.checks import check_count, check_mapping
 
 
 def count_workers(num_workers: int | None, create_env_fn: Any) -> int:
-    """Return how many workers: as many as asked for, else as there are functions for environments.
+    """Return the number of workers: as requested, else one per environment function.
 
     Raises:
-        TypeError: no number of them.
-        ValueError: none.
+        TypeError: the number is not an integer.
+        ValueError: the number is below 1.
     """
     if num_workers is None:
         num_workers = len(create_env_fn) if isinstance(create_env_fn, list | tuple) else 1
@@ -30,10 +30,10 @@ def count_workers(num_workers: int | None, create_env_fn: Any) -> int:
 
 
 def per_worker(value: Any, num_workers: int, name: str) -> tuple[Any, ...]:
-    """A value for each worker, from one for all, or from a list or a tuple of them.
+    """Return a tuple with a value for each worker, from one value for all, a list or a tuple.
 
     Raises:
-        ValueError: a list of another length.
+        ValueError: the list has another length.
 
     Example:
         >>> per_worker("cpu", 2, "device"), per_worker(["cpu", "cuda"], 2, "device")
@@ -52,16 +52,16 @@ def per_worker(value: Any, num_workers: int, name: str) -> tuple[Any, ...]:
 def factories(
     value: Callable[[], Any] | Sequence[Callable[[], Any]], num_workers: int, name: str
 ) -> tuple[Callable[[], Any], ...]:
-    """A function for each worker, from one for all or a list.
+    """Return a function for each worker, from one function for all or a list.
 
     Args:
         value: the function or the list.
-        num_workers: how many workers there are.
-        name: the argument's, for messages.
+        num_workers: the number of workers.
+        name: the name of the argument, for messages.
 
     Raises:
-        TypeError: something that makes nothing, such as an environment itself.
-        ValueError: a list of another length.
+        TypeError: a value is not a function, such as an environment itself.
+        ValueError: the list has another length.
     """
     functions = per_worker(value, num_workers, name)
     for function in functions:
@@ -96,11 +96,11 @@ def check_policy(policy: Any, policy_factory: Any, scheme: Any, *, shares_policy
 
 
 def check_acts(policy: Any, said: str) -> None:
-    """Raise `TypeError` unless something can act as a policy.
+    """Raise `TypeError` unless an object can act as a policy.
 
     Args:
-        policy: what should.
-        said: how the message begins.
+        policy: the object.
+        said: the beginning of the message.
     """
     if isinstance(policy, type):
         kind = policy.__name__
@@ -113,11 +113,11 @@ def check_acts(policy: Any, said: str) -> None:
 
 
 def count_frames(frames_per_batch: int, num_workers: int, *, sync: bool) -> int:
-    """Return how many frames a batch has.
+    """Return the number of frames in a batch.
 
     Raises:
-        TypeError: no number of them.
-        ValueError: none, or a number that cannot be divided among the workers.
+        TypeError: the number is not an integer.
+        ValueError: the number is below 1, or cannot be divided among the workers.
     """
     frames_per_batch = check_count(frames_per_batch, "frames_per_batch")
     if sync and frames_per_batch % num_workers:
@@ -130,7 +130,7 @@ def count_frames(frames_per_batch: int, num_workers: int, *, sync: bool) -> int:
 
 
 def check_on_worker_failure(value: str, group: type[WorkerGroup]) -> None:
-    """Raise unless a worker group can do what ``on_worker_failure`` asks for."""
+    """Raise unless the worker group supports ``on_worker_failure``."""
     if value not in ("raise", "restart", "drop", "quarantine"):
         raise ValueError(
             f"on_worker_failure is {value!r}; give 'raise', 'restart', 'drop' or 'quarantine'"
@@ -143,7 +143,7 @@ def check_on_worker_failure(value: str, group: type[WorkerGroup]) -> None:
 
 
 def check_buffer(replay_buffer: Any, *, extend_in_workers: bool) -> None:
-    """Raise unless a replay buffer is one, and is there if workers are to write to it."""
+    """Raise if the object is not a replay buffer, or is missing although workers write to it."""
     if replay_buffer is None:
         if extend_in_workers:
             raise ValueError("extend_in_workers needs the replay_buffer that they write to")
@@ -157,11 +157,11 @@ def check_buffer(replay_buffer: Any, *, extend_in_workers: bool) -> None:
 def refresh_interval(
     max_weight_update_interval: int, *, each_batch: bool, has_weights: bool
 ) -> int:
-    """After how many batches a worker is updated automatically; -1 for never.
+    """Return the number of batches after which a worker is updated automatically; -1 for never.
 
     Raises:
         TypeError: the interval is not an integer.
-        ValueError: arguments that do not go together, or nothing to refresh with.
+        ValueError: the arguments do not go together, or there are no weights to send.
     """
     interval = check_count(
         max_weight_update_interval, "max_weight_update_interval", least=0, never="never"
@@ -180,10 +180,10 @@ def refresh_interval(
 
 
 def _is_made(value: Any) -> bool:
-    """Return whether a value is an environment or a policy, and no function that makes one."""
+    """Return whether a value is an environment or a policy instead of a function that makes one."""
     if isinstance(value, type):
         return False
-    # Environments share no class; what all of them have is these two methods.
+    # Environments share no class, but all of them have these two methods.
     is_env = callable(getattr(value, "reset", None)) and callable(getattr(value, "step", None))
     return is_env or isinstance(value, nn.Module)
 
@@ -197,20 +197,21 @@ _DEVICES = ("device", "env_device", "policy_device", "storing_device")
 class WorkerOptions:
     """The way in which workers make batches: the argument ``per_worker`` of `Collector`.
 
-    One object is for all workers, a list has one for each. None is the default.
+    Give one object for all workers, or a list with one for each. A field that is None has its
+    default.
 
     Args:
         num_envs: the number of environments that a worker makes and steps together; 1 by default.
-        max_frames_per_traj: truncate episodes after this number of steps, which are counted under
+        max_frames_per_traj: truncate episodes after this number of steps, counted under
             ``"step_count"``; -1, the default, for never.
         reset_at_each_iter: begin every batch with a reset and new trajectories.
-        exploration_type: what a probabilistic policy takes of its distributions: a
-            `tensordict.nn.InteractionType` or its name; by default, ``"random"`` samples.
-        trust_policy: give the policy the TensorDict, whatever its arguments are called.
-        device: the default of each of the following.
-        env_device: where actions are put; an environment that has a ``to()`` is moved there.
-        policy_device: where a worker's policy acts.
-        storing_device: where batches are delivered; by default where environment and policy are,
+        exploration_type: how a probabilistic policy chooses from its distributions: a
+            `tensordict.nn.InteractionType` or its name; by default ``"random"``, which samples.
+        trust_policy: pass the TensorDict to the policy, whatever the names of its arguments.
+        device: the default for the three devices below.
+        env_device: the device of actions; an environment that has a ``to()`` is moved there.
+        policy_device: the device of a worker's policy.
+        storing_device: the device of delivered batches; by default that of environment and policy,
             if both were given the same device.
 
     Example:
@@ -248,8 +249,8 @@ class BatchOptions:
         extend_in_workers: let workers write to the replay buffer, for a buffer that pickles as a
             handle to shared storage.
         episode_stats: record ``("next", "episode_reward")`` and ``("next", "episode_length")``: the
-            reward and the number of steps of each frame's episode so far, which are its totals
-            where ``("next", "done")`` is True; and give their means in `Collector.stats`.
+            reward and the number of steps of each frame's episode so far. Where ``("next",
+            "done")`` is True, these are the episode's totals. Their means are in `Collector.stats`.
         track_policy_version: record ``policy_version`` and ``("next", "policy_version")``.
         init_random_frames: act at random for at least this number of frames of all workers
             together; -1 for none.
@@ -278,18 +279,19 @@ def options_of_workers(
     own: Any = None,
     name: str = "per_worker",
 ) -> tuple[RolloutOptions, ...]:
-    """The options of each worker.
+    """Return the options of each worker.
 
     Args:
-        base: what all have, and none can change.
-        num_workers: how many there are.
-        common: what all have; for devices, a list is one for each.
-        own: what comes before that, for all or one for each: `WorkerOptions`, or mappings.
+        base: options of all workers that cannot differ between workers.
+        num_workers: the number of workers.
+        common: the default options; a list of devices has one for each worker.
+        own: options that override ``common``, for all workers or one for each: `WorkerOptions`, or
+            mappings.
         name: the name of the argument ``own``, for messages.
 
     Raises:
-        ValueError: a list of another length, or a value that cannot be.
-        TypeError: something that cannot differ between workers.
+        ValueError: a list has another length, or a value is invalid.
+        TypeError: an option cannot differ between workers.
 
     Example:
         >>> base = RolloutOptions(frames_per_batch=4)
@@ -309,14 +311,14 @@ def options_of_workers(
 
 
 def changed_options(base: RolloutOptions, own: Any) -> RolloutOptions:
-    """Return options of one worker, which differ from the common ones.
+    """Return the common options, changed by a worker's own.
 
     Args:
-        base: what holds for all that is not given.
-        own: the worker's own; any device replaces all of them.
+        base: the common options.
+        own: the worker's own options; any device among them replaces all common devices.
 
     Raises:
-        TypeError: something that cannot differ between workers.
+        TypeError: an option cannot differ between workers.
     """
     given = _given(own, "collector_kwargs")
     kept = {"max_frames_per_traj": base.max_frames_per_traj, "num_envs": base.num_envs}
@@ -344,7 +346,7 @@ def _given(own: Any, name: str) -> dict[str, Any]:
     """Return a worker's own options by name.
 
     Raises:
-        TypeError: they are neither `WorkerOptions` nor a mapping, or have another name.
+        TypeError: they are neither `WorkerOptions` nor a mapping, or have an unknown name.
     """
     if isinstance(own, WorkerOptions):
         return own.given()

@@ -1,4 +1,4 @@
-"""Calls of policies, and the modules that they act with."""
+"""Calls policies, and finds the modules that they act with."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from sync_core.models import named_tensors
 TensorDictPolicy: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
 
 _TENSORDICT_NAMES = ("tensordict", "td")
-# Keys of a frame that are never a policy's.
+# Keys of a frame that are never inputs of a policy.
 _RESERVED = (*FLAGS, "reward", "next", "collector", "policy_version")
 
 
 class PolicyError(TypeError):
-    """The arguments or the outputs of a policy do not fit."""
+    """The arguments or the outputs of a policy do not fit the environment."""
 
 
 @contextmanager
 def policy_errors() -> Iterator[None]:
-    """Raise a `PolicyError` of a worker as a `PolicyError`, and say what to do about pickling."""
+    """Convert a worker's `PolicyError` to a local one, and explain pickling errors."""
     try:
         yield
     except RemoteCallError as error:
@@ -58,15 +58,15 @@ def policy_errors() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TensorPolicy:
-    """A policy that takes observations, as a policy of TensorDicts.
+    """Wraps a policy that takes observations as a policy that takes a TensorDict.
 
-    It returns the action; or the action and its log-probability, which is recorded under
-    ``"action_log_prob"``, where TorchRL's losses look for it; or a mapping from keys to tensors
-    with the action among them.
+    The policy returns the action; or the action and its log-probability, which is recorded under
+    ``"action_log_prob"`` as TorchRL's losses expect; or a mapping from keys to tensors that
+    includes the action.
 
     Args:
         function: the policy.
-        in_keys: the keys of the observations that it takes, in its order.
+        in_keys: the keys of the observations, in the order of the policy's arguments.
         out_key: the key of the action.
 
     Example:
@@ -87,11 +87,11 @@ class TensorPolicy:
         return tensordict
 
     def outputs(self, *observations: Any) -> dict[Any, Tensor]:
-        """Return the action and what else is recorded with it, by key.
+        """Return the action and the other outputs to record, by key.
 
         Raises:
             PolicyError: the policy returned neither an action, nor an action and its
-                log-probability, nor a mapping that has the action.
+                log-probability, nor a mapping with the action.
         """
         made = self.function(*observations)
         if isinstance(made, Tensor):
@@ -134,7 +134,7 @@ def _log_prob_key(action_key: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CheckedTensorDictPolicy:
-    """A policy of TensorDicts that must not forget to return one."""
+    """Calls a policy of TensorDicts, and checks that it returns one."""
 
     function: Callable[..., Any]
 
@@ -155,22 +155,22 @@ def adapt(
     *,
     trust: bool = False,
 ) -> TensorPolicy | TensorDictPolicy:
-    """The policy in the form in which it can be called.
+    """Return the policy in the form in which a collector calls it.
 
-    A policy takes the TensorDict itself if it is a TensorDictModule, or if the one argument that it
-    must be given is named ``tensordict`` or ``td`` or annotated as a TensorDict. Any other takes
-    observations: each argument, also one with a default, takes the observation that it is named
-    after. If it must be given one alone, that may have any name where the environment has one
-    observation, the count of ``max_frames_per_traj`` apart.
+    A policy takes the TensorDict itself if it is a TensorDictModule, or if its only required
+    argument is named ``tensordict`` or ``td`` or annotated as a TensorDict. Any other policy takes
+    observations: each argument, even one with a default, takes the observation of the same name. If
+    the environment has one observation, besides the count of ``max_frames_per_traj``, a single
+    required argument may have any name.
 
     Args:
         policy: a module or another callable.
-        observation_keys: what the environment observes.
-        action_key: where the environment looks for the action.
-        trust: that the policy takes the TensorDict itself, whatever its arguments are called.
+        observation_keys: the keys of the observations.
+        action_key: the key under which the environment reads the action.
+        trust: pass the TensorDict itself, whatever the names of the policy's arguments.
 
     Raises:
-        PolicyError: the arguments are not named after observations.
+        PolicyError: the arguments do not have the names of observations.
     """
     written = _written(policy)
     if trust or isinstance(written, TensorDictModuleBase):
@@ -199,7 +199,7 @@ def adapt(
 
 
 def check_takes_something(policy: Callable[..., Any]) -> None:
-    """Check what can be checked of a policy's arguments without an environment.
+    """Check a policy's arguments as far as possible without an environment.
 
     Raises:
         PolicyError: the policy takes no arguments, or its arguments cannot be read.
@@ -213,14 +213,14 @@ def check_takes_something(policy: Callable[..., Any]) -> None:
 
 
 def _written(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """The module that `torch.compile` was given: the compiled one takes any arguments."""
+    """Return the module that `torch.compile` wraps: the wrapper accepts any arguments."""
     written: Callable[..., Any] = getattr(policy, "_orig_mod", policy)
     return written
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A function that is given its last arguments by their names."""
+    """Passes the last arguments of a function by name."""
 
     function: Callable[..., Any]
     names: tuple[str, ...]
@@ -231,7 +231,7 @@ class _Named:
 
 
 def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The arguments that the policy may be given, in their order."""
+    """Return the arguments that the policy accepts, in order."""
     try:
         signature = inspect.signature(_forward(policy))
     except ValueError as error:
@@ -239,7 +239,7 @@ def _arguments(policy: Callable[..., Any]) -> list[inspect.Parameter]:
             f"the policy {type(policy).__name__} does not say what it takes ({error}); wrap it: "
             "TensorDictModule(policy, in_keys=[…], out_keys=['action'])"
         ) from error
-    # Values that are there already are kept.
+    # A `functools.partial` has values for these already.
     given = policy.keywords if isinstance(policy, functools.partial) else {}
     return [
         parameter
@@ -263,7 +263,7 @@ def _takes_tensordict(parameter: inspect.Parameter) -> bool:
     annotation = parameter.annotation
     if annotation is parameter.empty:
         return parameter.name in _TENSORDICT_NAMES
-    # Annotations are strings where `from __future__ import annotations` is in force.
+    # With `from __future__ import annotations`, annotations are strings.
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return name.rpartition(".")[2].startswith("TensorDict") or parameter.name in _TENSORDICT_NAMES
 
@@ -272,8 +272,8 @@ def _listed(names: Sequence[Any]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-# The trainer's own modules are not to be changed by workers in its threads. A tensordict that
-# knows no difference between threads sets it for the whole process.
+# Worker threads must not change the trainer's own modules. Some versions of tensordict set the
+# interaction type for the whole process.
 _IN_THIS_THREAD: Mapping[str, Any] = (
     {"thread_local": True}
     if "thread_local" in inspect.signature(set_interaction_type).parameters
@@ -282,16 +282,16 @@ _IN_THIS_THREAD: Mapping[str, Any] = (
 
 
 def acting(exploration_type: InteractionType) -> AbstractContextManager[Any]:
-    """Act as `tensordict.nn.set_interaction_type` says, in this thread."""
+    """For ``with``: set the interaction type, as `tensordict.nn.set_interaction_type` does."""
     context: AbstractContextManager[Any] = set_interaction_type(exploration_type, **_IN_THIS_THREAD)
     return context
 
 
 def exploration(given: InteractionType | str) -> InteractionType:
-    """The exploration type meant by an argument.
+    """Return the exploration type that an argument names.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no type has that name.
 
     Example:
         >>> exploration("random").name
@@ -309,7 +309,7 @@ def exploration(given: InteractionType | str) -> InteractionType:
 
 
 def called_module(policy: Any) -> nn.Module | None:
-    """The module that a policy is, whose method it is, or that a `functools.partial` calls."""
+    """Return the module that a policy is, that it is a method of, or that its partial calls."""
     if isinstance(policy, functools.partial):
         return called_module(policy.func)
     if isinstance(policy, MethodType):
@@ -318,7 +318,7 @@ def called_module(policy: Any) -> nn.Module | None:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the module inside `DistributedDataParallel` or `DataParallel`, which only trains.
+    """Return the module inside `DistributedDataParallel` or `DataParallel`; others unchanged.
 
     Example:
         >>> policy = nn.Linear(2, 1)
@@ -331,26 +331,25 @@ def unwrapped(model: Any) -> Any:
 
 
 def unwrapped_models(models: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the models by name, each as `unwrapped` returns it.
+    """Return the models by name, each without a wrapper; see `unwrapped`.
 
     Raises:
-        TypeError: they are not a mapping from names.
+        TypeError: the models are not a mapping from names.
     """
     check_mapping(models or {}, "models", "{'critic': critic}")
     return {name: unwrapped(model) for name, model in (models or {}).items()}
 
 
 def module_of(policy: Any) -> nn.Module | None:
-    """The module that a policy is, or certainly acts with; None when it has no tensors.
+    """Return the module that a policy acts with; None if it has no tensors.
 
-    That is the module itself, the one whose method the policy is, or the one that a
-    `functools.partial` calls.
+    The policy may be the module, a method of it, or a `functools.partial` of either.
 
     Args:
-        policy: what a collector acts with; None for random actions.
+        policy: the policy; None for random actions.
 
     Raises:
-        ModelError: it acts with modules that cannot be identified.
+        ModelError: the policy acts with modules that cannot be identified.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -377,7 +376,7 @@ def module_of(policy: Any) -> nn.Module | None:
 
 
 def _hidden(values: list[Any]) -> nn.Module | None:
-    """The first module with tensors that is found among values, or a few steps within them."""
+    """Return the first module with tensors in values, or in objects a few steps within them."""
     seen: dict[int, Any] = {}
     for _ in range(_STEPS):
         following: list[Any] = []
@@ -413,13 +412,13 @@ def _within(value: Any) -> Iterable[Any]:
     )
 
 
-# How far from a policy modules are looked for, and among how many values at each step.
+# The depth of the search for modules in a policy, and the number of values per level.
 _STEPS = 4
 _VALUES = 1000
 
 
 def is_lazy(policy: Any) -> bool:
-    """Return whether a policy, or the module that it calls, has tensors without a shape."""
+    """Return whether a policy, or the module that it calls, has uninitialised tensors."""
     module = called_module(policy)
     return module is not None and any(
         map(is_lazy_tensor, itertools.chain(module.parameters(), module.buffers()))
@@ -427,7 +426,7 @@ def is_lazy(policy: Any) -> bool:
 
 
 def initialise(act: TensorPolicy | TensorDictPolicy, env: Env) -> None:
-    """Act once in an environment, which is reset for that.
+    """Initialise a lazy policy by one call in an environment, which is reset for that.
 
     Raises:
         ModelError: the policy calls the ``forward()`` of a lazy module directly.

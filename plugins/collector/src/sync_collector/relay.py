@@ -1,4 +1,4 @@
-"""A collector that is itself a worker: passes on what it receives to its own workers."""
+"""Lets a collector be a worker of another sender: passes received weights to its own workers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from sync_core.models import Binding, named_tensors
 from sync_core.transports import release_with
 from sync_plugin_std import receive_together
 
-# How long a thread waits for a version before it waits again, in seconds; closing ends the wait.
+# How long a thread waits for a version before it waits again, in seconds; `close` ends the wait.
 _WAITING = 3600.0
 
 
 class _Listener:
-    """Stages the next version of one of several senders, on its own thread.
+    """Stages the next version of one of several senders on its own thread.
 
     Args:
         name: the model's name.
-        receiver: the receiver; owned from now on.
+        receiver: the receiver; this object closes it.
         arrived: gets an item whenever `take` has something to do.
     """
 
@@ -56,7 +56,7 @@ class _Listener:
         self._thread.start()
 
     def take(self) -> int | None:
-        """Commit the version that is staged, and return it; None if there is none.
+        """Commit the staged version, and return it; None if there is none.
 
         Raises:
             SenderLostError: the sender is gone.
@@ -75,7 +75,7 @@ class _Listener:
             self._taken.put(None)
 
     def close(self) -> None:
-        """Leave the sender, and end the thread."""
+        """Close the receiver, and end the thread."""
         self._closed = True
         self._taken.put(None)
         self._receiver.close()
@@ -95,36 +95,36 @@ class _Listener:
 
 
 class PolicyRelay:
-    """Receives a collector's models from senders elsewhere.
+    """Receives a collector's models from other senders, and passes them to the workers.
 
-    A version is acknowledged when the collector's own workers have committed it, and not before;
-    if some could not, the sender gets their error instead.
+    A version is acknowledged after the collector's own workers have committed it. If a worker
+    fails, the sender gets its error instead.
 
     Args:
-        weights: the collector's models, and the way to its workers.
-        pool: its workers; those that are found dead are replaced, if the pool does so.
+        weights: sends the collector's models to its workers.
+        pool: the workers. Dead ones are replaced, if the pool does so.
     """
 
     def __init__(self, weights: ModelWeights, pool: WorkerPool) -> None:
         self._weights = weights
         self._pool = pool
         self._receivers: dict[str, Receiver] = {}
-        # Of several receivers, the threads that wait for them.
+        # The threads that wait for receivers, if there are several.
         self._listeners: dict[str, _Listener] = {}
         self._arrived: queue.SimpleQueue[None] = queue.SimpleQueue()
         # The only receiver, while a thread waits for it.
         self._listening: Receiver | None = None
         self._closed = False
-        # Threads must not keep the collector alive.
+        # The threads must not keep the collector alive.
         self._end_listeners = release_with(self, _close, self._listeners)
-        # A thread that iterates looks for weights too.
+        # Held while receiving, because the thread that iterates also looks for weights.
         self._lock = threading.Lock()
 
     def register(self, addresses: Mapping[str, Address]) -> None:
-        """Get models from these senders from now on.
+        """Receive models from these senders from now on.
 
         Raises:
-            TypeError: that is not a mapping from names.
+            TypeError: the addresses are not a mapping from names.
             KeyError: the collector has no such model.
             ModelError: neither the collector nor its workers have weights of that name.
             WorkerTimeoutError: a worker that makes the model was not ready in time.
@@ -137,7 +137,7 @@ class PolicyRelay:
             try:
                 for name, address in addresses.items():
                     own = self._weights.models.get(name)
-                    # What only the workers have is received into a copy of their tensors.
+                    # A model that only the workers have is received into a copy of their tensors.
                     copy = self._copied(name) if own is None else None
                     model = copy if own is None else own
                     passed_on = partial(_pass_on, weakref.ref(self), name, copy)
@@ -156,16 +156,16 @@ class PolicyRelay:
                 }
 
     def receive(self, timeout: float) -> dict[str, int]:
-        """Pass on what has come, or what comes first within a time.
+        """Pass on versions that have arrived, or else the first that arrives in time.
 
         Args:
             timeout: seconds to wait for a version of any model.
 
         Returns:
-            The versions, by model; none for a model without a newer one.
+            The versions by model, without models that have no newer one.
 
         Raises:
-            SenderLostError: a sender is gone; it is said once.
+            SenderLostError: a sender is gone; raised once.
             SendError: some workers do not have the version.
         """
         deadline = time.monotonic() + timeout
@@ -213,7 +213,7 @@ class PolicyRelay:
         return received
 
     def look(self) -> None:
-        """Pass on new versions, unless another thread does so already."""
+        """Pass on new versions, unless another thread is doing so."""
         if self._receivers and self._lock.acquire(blocking=False):
             try:
                 self._receive_all(0.0)
@@ -221,10 +221,10 @@ class PolicyRelay:
                 self._release()
 
     def receive_or_load(self, given: tuple[Any, ...], timeout: float) -> dict[str, int]:
-        """Receive, or write weights given by hand into the policy and pass them on.
+        """Receive from the senders; without senders, load the given weights and pass them on.
 
         Raises:
-            ValueError: weights where there are senders, or neither.
+            ValueError: both weights and senders were given, or neither.
         """
         weights = [each for each in given if each is not None]
         if self._receivers:
@@ -240,7 +240,7 @@ class PolicyRelay:
         return {}
 
     def close(self) -> None:
-        """Leave the senders, or have the thread that listens to them leave them."""
+        """Close the receivers, or notify the thread that uses them to close them."""
         self._closed = True
         if self._lock.acquire(blocking=False):
             self._release()
@@ -250,17 +250,17 @@ class PolicyRelay:
             listening.close()
 
     def _release(self) -> None:
-        """Let others listen; the last one to do so after the end leaves the senders."""
+        """Release the lock; close the receivers if `close` was called meanwhile."""
         if self._closed:
             for name in list(self._receivers):
                 self._leave(name)
         self._lock.release()
-        # It may have ended between the two lines before.
+        # `close` may have been called between the two statements above.
         if self._closed and self._receivers:
             self.close()
 
     def _leave(self, name: str) -> None:
-        """Leave a sender."""
+        """Close the receiver of a model."""
         receiver, listener = self._receivers.pop(name), self._listeners.pop(name, None)
         (receiver if listener is None else listener).close()
 
@@ -275,7 +275,7 @@ class PolicyRelay:
         self.pass_on(POLICY)
 
     def read_model(self, name: str) -> Mapping[str, Tensor]:
-        """Return a copy of a model's tensors as a worker has them; empty if it has none.
+        """Return a copy of a model's tensors in a worker; empty if it has none.
 
         Raises:
             ClosedError: the workers have ended.
@@ -290,7 +290,7 @@ class PolicyRelay:
         )
 
     def _copied(self, name: str) -> Mapping[str, Tensor]:
-        """Return a copy of a model's tensors, which a worker must have."""
+        """Return a copy of a model's tensors in a worker; raise if it has none."""
         tensors = self.read_model(name)
         if not tensors:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Logging of a collector's statistics, and a progress bar of them."""
+"""Logs a collector's statistics, and shows them in a progress bar."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 from sync_collector.delivery import CollectorStats
 from sync_collector.evaluation import Evaluation
 
-#: Logs values by name, at a number of frames.
+#: Logs values by name, with the number of frames as the step.
 Log: TypeAlias = Callable[[Mapping[str, float], int], Any]
 
-# How often the bar is drawn at most, in seconds: as often as rich draws its own bars.
+# The shortest time between two drawings of the bar, in seconds, as for rich's own bars.
 _REDRAW = 0.1
 
 _NAMES = {
@@ -31,8 +31,9 @@ def log_function(log_to: Any) -> Log:
     """Return the function that logs to a TensorBoard writer, a W&B run or a callback.
 
     Args:
-        log_to: has ``add_scalar(name, value, step)``, as TensorBoard's ``SummaryWriter`` has, or
-            ``log(values, step=step)``, as a run of W&B has, or is called with values and step.
+        log_to: an object with ``add_scalar(name, value, step)``, such as TensorBoard's
+            ``SummaryWriter``, or with ``log(values, step=step)``, such as a run of W&B; or a
+            function of values and step.
 
     Raises:
         TypeError: an object of another kind.
@@ -41,7 +42,7 @@ def log_function(log_to: Any) -> Log:
         >>> log_function(print)({"episode/reward": 1.0}, 100)
         {'episode/reward': 1.0} 100
     """
-    # A class has the methods of its objects, and makes one when it is called.
+    # A class has the methods of its instances, and calling it would make one.
     if not isinstance(log_to, type):
         if callable(getattr(log_to, "add_scalar", None)):
             return lambda values, step: _add_scalars(log_to, values, step)
@@ -62,7 +63,7 @@ def _add_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
 
 
 def values_of(stats: CollectorStats) -> dict[str, float]:
-    """Return what is logged of the statistics; means of episodes once one has ended.
+    """Return the logged values of statistics, with episode means once an episode has ended.
 
     Example:
         >>> sorted(values_of(CollectorStats(frames=4)))[:3]
@@ -73,7 +74,7 @@ def values_of(stats: CollectorStats) -> dict[str, float]:
 
 
 class StatsLogger:
-    """Reports the statistics of a collector, where it was asked for.
+    """Logs and shows the statistics of a collector, as requested.
 
     Args:
         log_to: see `log_function`; None to log nothing.
@@ -91,13 +92,13 @@ class StatsLogger:
         return self._log is not None or self._bar is not None
 
     def report(self, stats: CollectorStats) -> None:
-        """Log and show the statistics after a batch."""
+        """Log and show the statistics."""
         self.log(values_of(stats), stats.frames)
         if self._bar is not None:
             self._bar.show(stats)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log values, if there is something to log to."""
+        """Log values, if a logger was given."""
         if self._log is not None:
             self._log(values, step)
 
@@ -108,7 +109,7 @@ class StatsLogger:
         )
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -116,10 +117,10 @@ class StatsLogger:
 class ProgressBar:
     """A bar in the terminal with frames, frames per second, episodes and versions.
 
-    It has no thread: it is drawn when a batch is delivered.
+    It is drawn when a batch is delivered, without a thread.
 
     Args:
-        total_frames: where it is full; -1 for a bar without an end.
+        total_frames: the number of frames of a full bar; -1 for a bar without an end.
 
     Raises:
         ImportError: rich is not installed.
@@ -152,7 +153,7 @@ class ProgressBar:
         """Show the statistics after a batch."""
         now = time.monotonic()
         due = now - self._drawn >= _REDRAW
-        # Not before the first batch: what is printed until then stays as it is.
+        # Not drawn before the first batch, so that earlier output stays as it is.
         self._bar.start()
         self._bar.update(
             self._task,
@@ -165,6 +166,6 @@ class ProgressBar:
             self._drawn = now
 
     def close(self) -> None:
-        """Draw the last state, and give the terminal back."""
+        """Draw the last state, and release the terminal."""
         if self._drawn > -math.inf:
             self._bar.stop()

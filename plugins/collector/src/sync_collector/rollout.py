@@ -1,4 +1,4 @@
-"""Batches of what one policy does in one environment, and the devices that they are on."""
+"""Makes batches with one policy in one environment, and puts them on their devices."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from sync_core.transports import release_with
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices of one worker; None leaves things where they are.
+    """The devices of one worker; None leaves tensors where they are.
 
     Args:
-        env: where actions are put before a step. An environment that has a ``to()`` is moved there.
-        policy: where the policy acts.
-        storing: where batches are delivered.
+        env: the device of actions. An environment that has a ``to()`` is moved there.
+        policy: the device of the policy.
+        storing: the device of delivered batches.
 
     Example:
         >>> Devices.of("cpu", policy="meta")
@@ -56,21 +56,21 @@ class Devices:
     def of(
         cls, device: Any = None, *, env: Any = None, policy: Any = None, storing: Any = None
     ) -> Self:
-        """The devices, with ``device`` for those that are not given.
+        """Return the devices, with ``device`` as the default of each.
 
-        Batches of an environment and a policy on one device are delivered there, too.
+        If environment and policy are on the same device, batches are delivered there, too.
         """
         given = (device if one is None else one for one in (env, policy, storing))
         env, policy, storing = (None if one is None else _device(one) for one in given)
         return cls(env, policy, env if storing is None and env == policy else storing)
 
     def place_env(self, env: Env) -> Env:
-        """The environment on its device."""
+        """Move an environment to its device, if it has a ``to()``."""
         to: Callable[[torch.device], Env] | None = optional(env, "to")
         return env if self.env is None or to is None else to(self.env)
 
     def place_policy(self, policy: Any) -> Any:
-        """The policy on its device."""
+        """Move a policy to its device."""
         if self.policy is None or not isinstance(policy, nn.Module):
             return policy
         return policy.to(self.policy)
@@ -79,7 +79,7 @@ class Devices:
         """Raise if the trainer's own policy would have to be moved.
 
         Raises:
-            OptionError: it is on another device than workers are to act on.
+            OptionError: the policy is not on the device that was given for policies.
         """
         first = next(policy.parameters(), None) if isinstance(policy, nn.Module) else None
         if first is None or self.policy is None or first.device.type == self.policy.type:
@@ -90,7 +90,7 @@ class Devices:
         )
 
     def place_act(self, act: TensorPolicy | TensorDictPolicy) -> TensorPolicy | TensorDictPolicy:
-        """A policy that takes what it is given to its own device, and brings back its outputs."""
+        """Wrap a policy: its inputs are moved to its device, and its outputs back."""
         if self.env is None and self.policy is None:
             return act
         if isinstance(act, TensorPolicy):
@@ -98,13 +98,13 @@ class Devices:
         return _Carried(act, self)
 
     def store(self, batch: TensorDictBase) -> TensorDictBase:
-        """The batch on the device that it is delivered on."""
+        """Move a batch to the device of delivered batches."""
         return batch if self.storing is None else batch.to(self.storing)
 
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """A function of tensors or TensorDicts, on another device than what it is called from."""
+    """Calls a function of tensors or TensorDicts on another device than the caller's."""
 
     function: Callable[..., Any]
     devices: Devices
@@ -122,7 +122,7 @@ class _Carried:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    # The policy's own check refuses everything else.
+    # Other outputs are refused by the policy's own check.
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
@@ -142,14 +142,14 @@ def _device(given: Any) -> torch.device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """The request for one batch.
+    """A request for one batch.
 
     Args:
-        number: tells this batch from the one before it; the same where Ctrl-C came before that one
-            was delivered. None for a batch that is never asked for again.
-        random: act at random, not by the policy.
-        versions: the least version of the weights of each model for the batch.
-        patience: how long these are waited for, in seconds.
+        number: the number of the batch. The same number is requested again if Ctrl-C came before
+            the delivery. None for a batch that is never requested again.
+        random: choose random actions instead of the policy's.
+        versions: the oldest version of each model that the batch may be made with.
+        patience: how long to wait for these versions, in seconds.
     """
 
     number: int | None = None
@@ -163,22 +163,22 @@ _AS_USUAL = BatchRequest()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOptions:
-    """The options by which a worker makes batches.
+    """The options of a rollout.
 
     Args:
-        frames_per_batch: frames to gather in a batch; for several environments that are stepped
-            together, rounded up to a multiple of their number.
-        track_policy_version: record the version that acted in each frame.
-        episode_stats: record the reward and the length of each frame's episode up to it.
-        owns_process: the worker has a process to itself, whose random state it may seed.
-        parallel: the worker runs while the trainer and the others do.
-        num_envs: the environments that the worker makes and steps together.
-        deliver: what to give instead of a batch that was made; None for the batch itself.
-        max_frames_per_traj: truncate episodes after so many steps; -1 for never.
+        frames_per_batch: the frames of a batch, rounded up to a multiple of the number of
+            environments that are stepped together.
+        track_policy_version: record the policy's version in each frame.
+        episode_stats: record the reward and the length of each frame's episode so far.
+        owns_process: whether the worker is a process of its own, whose random state it may seed.
+        parallel: whether the worker runs in parallel with the trainer and other workers.
+        num_envs: the number of environments that the worker makes and steps together.
+        deliver: converts each batch to what is delivered; None for the batch itself.
+        max_frames_per_traj: truncate episodes after this number of steps; -1 for never.
         reset_at_each_iter: begin every batch with a reset and new trajectories.
-        exploration_type: what a probabilistic policy takes of its distributions.
-        trust_policy: give the policy the TensorDict, whatever its signature.
-        devices: where environment, policy and batches are.
+        exploration_type: how a probabilistic policy chooses from its distributions.
+        trust_policy: pass the TensorDict to the policy, whatever its signature.
+        devices: the devices of environment, policy and batches.
     """
 
     frames_per_batch: int
@@ -201,10 +201,10 @@ class Rollout:
     Args:
         env: the environment.
         policy: the policy; None for random actions.
-        seat: a number that no other rollout of the collector has or had; trajectory ids begin
-            with it.
-        options: how to make batches.
-        between_steps: called before every step; gives the version of the policy.
+        seat: a number that is unique among the collector's rollouts; it determines the trajectory
+            ids.
+        options: the options.
+        between_steps: called before every step; returns the version of the policy.
 
     Example:
         >>> from sync_collector.envs import CountingEnv
@@ -231,13 +231,13 @@ class Rollout:
         self._loop = ArrayLoop(env) if speaks_arrays(env) else TensorDictLoop(env)
         self._conventions = Conventions(env)
         self._totals = EpisodeTotals(self._conventions.reward_keys)
-        # Kept because Ctrl-C comes to a worker that works in the driver's thread: the steps that no
-        # batch was made of yet, and the trajectory ids and totals before them; and the batch that
-        # may not have been delivered, with the number of its order.
+        # Ctrl-C may interrupt an inline worker. So it keeps the steps that are not in a batch yet,
+        # with the trajectory ids and totals before them; and the last batch, which may not have
+        # been delivered, with its request number.
         self._gathered: tuple[Steps, dict[str, Any], dict[Any, Any]] | None = None
         self._made: tuple[int, TensorDictBase] | None = None
         self._act = None if policy is None else self._adapt(policy)
-        # Last, so that the caller still has the environment if this raises.
+        # Last, so that the caller still owns the environment if this constructor raises.
         self._close_env = release_with(self, close_env, env)
 
     def frames_per_batch(self) -> int:
@@ -245,7 +245,7 @@ class Rollout:
         return self._steps * self._env.batch_size.numel()
 
     def collect(self, request: BatchRequest = _AS_USUAL) -> TensorDictBase:
-        """Return the next batch; continue one that an exception has interrupted."""
+        """Return the next batch; continue one that an exception interrupted."""
         if self._made is not None and self._made[0] == request.number:
             return self._made[1]
         self._made = None
@@ -259,13 +259,13 @@ class Rollout:
     def _gather(self, request: BatchRequest) -> None:
         act = None if request.random else self._act
         before = self._ids.state_dict(), self._totals.state_dict()
-        # Not inference_mode: tensors made in it could never be written to by an update.
+        # Not inference_mode: an update could not write to tensors that were made in it.
         with torch.no_grad(), acting(self._options.exploration_type):
-            # Stored within the block: Ctrl-C may come when it is left.
+            # Stored inside the block, because Ctrl-C may come at its exit.
             self._gathered = self._loop.run(self._steps, act, self._between_steps), *before
 
     def _finished(self) -> TensorDictBase:
-        """Return the batch of the gathered steps."""
+        """Return the batch of the collected steps."""
         assert self._gathered is not None
         steps, ids_before, totals_before = self._gathered
         self._ids.load_state_dict(ids_before)
@@ -290,13 +290,13 @@ class Rollout:
         return batch if deliver is None else deliver(batch)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the environment and begin its episodes, and a batch, again.
+        """Seed the environment, drop an unfinished batch, and begin new episodes.
 
-        A worker with a process to itself seeds torch, numpy and random too, for its policy.
+        A worker process also seeds torch, numpy and random, which its policy may use.
 
         Args:
             seed: the seed.
-            static_seed: let the next worker have the same one.
+            static_seed: return the same seed for the next worker.
 
         Returns:
             The seed for the next worker.
@@ -308,15 +308,15 @@ class Rollout:
         return seed_env(self._env, seed, static_seed)
 
     def midway(self, number: int) -> bool:
-        """Return whether the batch that will be asked for with this number was cut short."""
+        """Return whether the batch with this request number was interrupted."""
         undelivered = self._made is not None and self._made[0] == number
         return self._loop.midway() or self._gathered is not None or undelivered
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the next batch depends on; ``"env"`` is None if it is not saved.
+        """Return the state that the next batch depends on; ``"env"`` is None if it cannot be saved.
 
-        It is not in the middle of a batch, which an error has cut short: the environment is ahead
-        of the frames. Of random states, it has that of its process only.
+        After an error in the middle of a batch, ``"env"`` is None too, because the environment is
+        ahead of the frames. The random state is included only for a worker process.
         """
         is_ahead = self._loop.midway() or self._gathered is not None
         state = {
@@ -326,12 +326,12 @@ class Rollout:
             "env": None if is_ahead else save_env(self._env),
             "random": random_state() if self._options.owns_process else None,
         }
-        # An action may be a view of a parameter that the trainer has written to since.
+        # An action may be a view of a parameter, to which the trainer may have written since.
         with torch.no_grad():
             return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; with new episodes if the environment was not saved."""
+        """Restore a saved state; begin new episodes if the environment was not saved."""
         state = copy.deepcopy(state)
         self._gathered = self._made = None
         self._ids.load_state_dict(state["ids"])
@@ -345,7 +345,7 @@ class Rollout:
             self._totals.load_state_dict(state["totals"])
 
     def start_over(self, seat: int) -> None:
-        """Begin new episodes, with trajectory ids of another seat."""
+        """Begin new episodes, with the trajectory ids of another seat."""
         self._gathered = self._made = None
         self._ids = TrajectoryIds(seat)
         self._totals.restart()
@@ -383,7 +383,7 @@ def seed_process(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The random state of this process, to continue from later."""
+    """Return the random state of this process."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None,
@@ -393,7 +393,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go on from a random state."""
+    """Restore the random state of this process."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state_all(state["cuda"])

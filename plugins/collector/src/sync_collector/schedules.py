@@ -1,4 +1,4 @@
-"""Schedules: when workers are asked for batches, and whose batch comes next."""
+"""Decides when workers are asked for batches, and whose batch comes next."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from sync_collector.worker_pool import WorkerPool
 
 
 class Synchronous:
-    """All workers make their part of a batch when it is wanted, with the newest weights.
+    """All workers together make each batch when it is requested, with the newest weights.
 
     Args:
         pool: the workers.
-        requests: by which they are asked.
+        requests: the requests for batches.
     """
 
     def __init__(self, pool: WorkerPool, requests: BatchRequests) -> None:
         self._pool = pool
         self._requests = requests
-        #: No worker comes before another.
+        #: No worker has precedence.
         self.turn = 0
 
     def next_batch(self, wanted: int | None) -> TakenBatch:
-        """The parts of all workers, stacked in the order of their ids.
+        """Return the parts of all workers, stacked in the order of their ids.
 
         Raises:
             ValueError: the parts differ in shape, keys or dtypes; they are kept.
         """
         del wanted
         parts: dict[int, TensorDictBase] = {}
-        # None where all that were asked have failed, and the quarantine of others is over by then.
+        # None if all requested workers failed, and the quarantine of others has ended since.
         while not parts:
             for worker_id in self._pool.ids:
                 self._requests.ask(worker_id)
@@ -42,39 +42,39 @@ class Synchronous:
         return self._requests.take(parts, TakenBatch(None, together))
 
     def go_on(self, wanted: int | None) -> None:
-        """Nothing: each batch is made when it is wanted."""
+        """Do nothing: each batch is made when it is requested."""
 
     def frames_per_batch(self) -> int:
-        """The frames of all workers' parts."""
+        """Return the number of frames of all workers together."""
         return sum(self._pool.frames)
 
 
 class FirstReady:
-    """Each batch is one worker's, the first that is ready.
+    """Each batch comes from one worker, the first that is ready.
 
-    Workers that run by themselves begin their next batch as soon as one is taken, so that they
-    work while the trainer learns. Others would only keep the trainer waiting for a batch made
-    with old weights; they are asked in turn, when a batch is wanted.
+    Workers that run in parallel begin their next batch as soon as one is taken, so that they work
+    while the trainer learns. Other workers would block the trainer for a batch with old weights, so
+    they are asked in turn when a batch is requested.
 
     Args:
         pool: the workers.
-        requests: by which they are asked.
+        requests: the requests for batches.
     """
 
     def __init__(self, pool: WorkerPool, requests: BatchRequests) -> None:
         self._pool = pool
         self._requests = requests
-        #: The worker from which on others are asked.
+        #: The first worker to ask among those that do not run in parallel.
         self.turn = 0
 
     def next_batch(self, wanted: int | None) -> TakenBatch:
-        """Take the batch that is ready first, which `BatchRequests.in_hand` keeps.
+        """Take the first finished batch; it stays in `BatchRequests.in_hand`.
 
         Args:
-            wanted: how many more frames can be of use, this batch's included; None for any number.
+            wanted: the number of frames still needed, including this batch; None without a limit.
 
         Raises:
-            StopIteration: no other batch is wanted, and the worker that made one was removed.
+            StopIteration: no other batch is needed, and the worker of the last one was removed.
         """
         self._ask(wanted)
         while (taken := self._requests.take_first()) is None:
@@ -84,10 +84,10 @@ class FirstReady:
         return taken
 
     def go_on(self, wanted: int | None) -> None:
-        """Ask workers that run without the driver for their next batches.
+        """Ask workers that run in parallel for their next batches.
 
         Args:
-            wanted: how many more frames can be of use, without the batch in hand.
+            wanted: the number of frames still needed, without the current batch.
         """
         in_hand = self._requests.in_hand
         if in_hand is not None and in_hand.worker_id is not None:
@@ -96,7 +96,7 @@ class FirstReady:
             self._ask(wanted)
 
     def frames_per_batch(self) -> int | None:
-        """The frames of a worker's batch, if all workers make as many."""
+        """Return the number of frames in a worker's batch, if it is the same for all workers."""
         first, *others = set(self._pool.frames)
         return None if others else first
 

@@ -1,4 +1,4 @@
-"""The models that a collector updates, and the scheme of each; models that other workers hold."""
+"""Determines the scheme of each model, for the collector's workers and for other holders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelScheme:
 
     Args:
         scheme: the name of a scheme, or a plugin object.
-        arguments: further arguments of `Sender`, options of the scheme among them.
+        arguments: further arguments of `Sender`, including options of the scheme.
     """
 
     scheme: Any
@@ -34,7 +34,7 @@ class ModelScheme:
 
     @property
     def held_elsewhere(self) -> bool:
-        """Return whether workers that are not the collector's hold the model."""
+        """Return whether the model is held by workers outside of the collector."""
         return "workers" in self.arguments
 
 
@@ -44,20 +44,20 @@ def schemes_of(
     weight_sync_schemes: Mapping[str, Any] | None,
     models: Mapping[str, Any],
 ) -> dict[str, ModelScheme]:
-    """The scheme of each model, by name.
+    """Return the scheme of each model, by name.
 
     Args:
-        scheme: the policy's, where there are no others; None for ``"shm"``.
-        arguments: further arguments of its `Sender`.
+        scheme: the policy's scheme, if no others are given; None for ``"shm"``.
+        arguments: further arguments of the policy's `Sender`.
         weight_sync_schemes: a scheme for each model, or a mapping with the key ``"scheme"`` and
             further arguments of its `Sender`.
-        models: what the trainer has besides the policy.
+        models: the trainer's models other than the policy.
 
     Raises:
         TypeError: schemes or models are not a mapping from names.
         ValueError: the arguments do not go together.
-        OptionError: a scheme that cannot be one of several, or an argument of a `Sender` that the
-            collector gives itself.
+        OptionError: a scheme cannot be used with several models, or the collector sets an argument
+            of `Sender` itself.
 
     Example:
         >>> schemes_of(None, {}, {"policy": {"scheme": "shm", "zero_copy": True}}, {})
@@ -86,17 +86,17 @@ def schemes_of(
 
 
 def own(schemes: Mapping[str, ModelScheme]) -> dict[str, ModelScheme]:
-    """The schemes of the models that the collector's workers hold."""
+    """Return the schemes of the models that the collector's workers hold."""
     return {name: each for name, each in schemes.items() if not each.held_elsewhere}
 
 
 def elsewhere(schemes: Mapping[str, ModelScheme]) -> dict[str, ModelScheme]:
-    """The schemes of the models that other workers hold."""
+    """Return the schemes of the models that other workers hold."""
     return {name: each for name, each in schemes.items() if each.held_elsewhere}
 
 
 def copied(models: Mapping[str, Any]) -> dict[str, Any]:
-    """The models of which workers get copies: those whose name is not a path to one of theirs."""
+    """Return the models that workers get copies of: their names are not paths in a worker."""
     return {name: model for name, model in models.items() if name.isidentifier()}
 
 
@@ -119,7 +119,7 @@ def _one(name: str, given: Any) -> ModelScheme:
 
 
 def _check_arguments(arguments: Mapping[str, Any], where: str) -> None:
-    """Raise `OptionError` for what the collector gives its senders itself."""
+    """Raise `OptionError` for arguments that the collector sets itself."""
     for name in arguments:
         if name in GIVEN_BY_COLLECTOR:
             raise OptionError(f"{where} has {name!r}; {GIVEN_BY_COLLECTOR[name]}")
@@ -135,7 +135,7 @@ _NAMES_MODELS = (
     "models are named in weight_sync_schemes={'policy': 'shm', 'policy.critic': 'shm'}, and those "
     "of the trainer given as models={'critic': critic}"
 )
-#: Arguments of a `Sender` that are not for the user of a collector, and what to type instead.
+#: Arguments of a `Sender` that a collector does not accept, and what to type instead.
 GIVEN_BY_COLLECTOR = {
     "scheme": "the scheme is its own argument: Collector(…, scheme='shm')",
     "timeout": "the deadline is the collector's: Collector(…, timeout=60.0)",
@@ -179,7 +179,7 @@ def _check(schemes: Mapping[str, ModelScheme], models: Mapping[str, Any]) -> Non
 
 
 class UpdateArguments(TypedDict, total=False):
-    """The arguments that say which weights an update sends, to which workers; see `Collector`."""
+    """The arguments that select the weights and workers of an update; see `Collector`."""
 
     weights: Any
     policy: Any
@@ -205,21 +205,21 @@ def chosen(
     weights_dict: Mapping[str, Any] | None,
     models: Sequence[str],
 ) -> dict[str, Any]:
-    """The weights given in one of several ways, by model; None for the trainer's own.
+    """Return the weights that the caller gave in one of several ways, by model.
 
     Args:
-        given: weights, of which at most one is not None.
-        model_id: whose they are; None for the policy's.
+        given: the weights arguments; at most one is not None.
+        model_id: the model of these weights; None for the policy.
         weights_dict: the weights of several models.
-        models: the models that there are.
+        models: the names of the models.
 
     Returns:
-        Nothing if all models were meant.
+        The weights, None for the trainer's own; empty for all models.
 
     Raises:
         TypeError: the weights of several models are not a mapping from names.
-        ValueError: several were given.
-        KeyError: a model that there is not.
+        ValueError: several arguments were given.
+        KeyError: there is no such model.
     """
     one_of = [weights for weights in given if weights is not None]
     if weights_dict is not None:
@@ -242,7 +242,7 @@ def chosen(
 
 @contextmanager
 def layout_explained() -> Iterator[None]:
-    """Add to the error of a sender whose model has changed what to type with a collector."""
+    """For ``with``: add to a sender's layout error what to type with a collector."""
     try:
         yield
     except LayoutMismatchError as error:
@@ -253,18 +253,18 @@ def layout_explained() -> Iterator[None]:
 
 
 class ModelsElsewhere:
-    """Senders to workers that a scheme was given, such as actors of the user's.
+    """Sends models to workers outside of the collector, such as actors of the user's.
 
     Args:
-        schemes: the scheme of each model, whose arguments have ``workers``.
-        models: the trainer's models, by name; one that is not among them is looked up in the
-            scheme's ``context``, or sent when its weights are given.
-        collector: what the senders have as their collector.
-        timeout: deadline of blocking calls in seconds, where a scheme sets none.
+        schemes: the scheme of each model; its arguments include ``workers``.
+        models: the trainer's models, by name. A missing model is looked up in the scheme's
+            ``context``, or sent when its weights are given.
+        collector: the collector of the senders.
+        timeout: default deadline of blocking calls, in seconds.
 
     Raises:
         PluginError: a scheme cannot be found or used.
-        OptionError: arguments that its `Sender` does not have, or workers that it cannot call.
+        OptionError: `Sender` has no such argument, or cannot call the workers.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class ModelsElsewhere:
             raise
 
     def among(self, given: Mapping[str, Any]) -> str | None:
-        """The name of the model that an update is for, if it is one of these.
+        """Return the model that an update is for, if other workers hold it.
 
         Raises:
             ValueError: the update names other models too.

@@ -1,4 +1,4 @@
-"""The saved state of a collector: its counts, and the state of each worker."""
+"""Saves and loads the state of a collector: its counts, and the state of each worker."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sync_plugin_std.workers import gather
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Reads and writes the state of a collector whose workers are at rest.
+    """Saves and loads the state of a collector whose workers are idle.
 
     Workers are identified by their order, not by their ids.
 
     Args:
         pool: the workers.
-        requests: the batches that they have made and that were not taken yet.
-        delivery: what was delivered.
-        weights: what their policies act with.
-        random_frames: how many frames are still to be random.
+        requests: the requests, with batches that were not taken yet.
+        delivery: the counts of delivered batches.
+        weights: the weights of the policies.
+        random_frames: the number of random frames still to be made.
         timeout: deadline of calls to workers, in seconds.
     """
 
@@ -41,7 +41,7 @@ class State:
     timeout: float
 
     def finish_batches(self) -> None:
-        """Have those batches made that were cut short."""
+        """Finish batches that were interrupted."""
         workers = self.pool.joined
         calls = {
             w.worker_id: self.pool.request(w.worker_id, CollectorWorker.midway, w.number)
@@ -52,9 +52,9 @@ class State:
             self.requests.ask(worker_id)
 
     def save(self) -> dict[str, Any]:
-        """Everything; whatever changes afterwards does not change it."""
+        """Return a copy of the whole state."""
         ids = self.pool.ids
-        # One that is being removed may have made a batch too, which is lost.
+        # A worker that is being removed may have made a batch, which is lost.
         made = {i: batch for i, batch in self.requests.made().items() if i in ids}
         workers = self.pool.gather_all("save its state", CollectorWorker.state_dict)
         lost = [i for i, state in zip(ids, workers, strict=True) if state["env"] is None]
@@ -76,7 +76,7 @@ class State:
         }
 
     def seed(self, seed: int, static_seed: bool) -> int:
-        """Seed one worker after the other, and begin again; the seed that the last one returned."""
+        """Seed the workers in order and start new episodes; return the last worker's seed."""
         self.requests.drop_all()
         self.delivery.drop()
         for worker_id in self.pool.ids:
@@ -86,10 +86,10 @@ class State:
         return seed
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; versions count on from the greater of both.
+        """Restore a state; the version becomes the larger of the state's and the current one.
 
         Raises:
-            ValueError: it does not suit the workers; nothing was done.
+            ValueError: the state does not fit the workers; nothing was done.
         """
         self._check(state)
         self.requests.drop_all()
@@ -121,7 +121,7 @@ class State:
         self.requests.put_back({ids[position]: batch.clone() for position, batch in state["made"]})
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Raise `ValueError` unless a state suits the workers."""
+        """Raise `ValueError` unless a state fits the workers."""
         if not isinstance(state, Mapping) or "frames_per_worker" not in state:
             raise ValueError("that is not a state of a collector; state_dict() gives one")
         saved = state["frames_per_worker"]

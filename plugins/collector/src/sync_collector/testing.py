@@ -23,10 +23,10 @@ __all__ = ["CollectorConformance", "FrameList", "Scale", "long_episodes", "value
 
 
 class Scale(nn.Module):
-    """Acts with its weight, whatever it sees.
+    """A policy that returns its weight as the action.
 
     Args:
-        weight: at first.
+        weight: the initial weight.
     """
 
     def __init__(self, weight: float = 0.0) -> None:
@@ -41,7 +41,7 @@ class Scale(nn.Module):
 
 
 class Failing(CountingEnv):
-    """Raises in its fourth step."""
+    """An environment that raises in its fourth step."""
 
     def __init__(self) -> None:
         super().__init__(100)
@@ -53,7 +53,7 @@ class Failing(CountingEnv):
 
 
 class Interrupting(CountingEnv):
-    """Sends Ctrl-C to a process when it is closed.
+    """An environment that sends Ctrl-C to a process when it is closed.
 
     Args:
         process: the id of the process.
@@ -69,7 +69,7 @@ class Interrupting(CountingEnv):
 
 
 class FrameList:
-    """A replay buffer that keeps what it is given."""
+    """A replay buffer that keeps everything in a list."""
 
     def __init__(self) -> None:
         self.batches: list[TensorDictBase] = []
@@ -82,17 +82,17 @@ class FrameList:
 
 
 def long_episodes() -> CountingEnv:
-    """An environment whose observation tells how many frames it has made."""
+    """Return an environment whose observation is the number of frames made."""
     return CountingEnv(100_000)
 
 
 def values(batch: TensorDictBase, *key: str) -> list[Any]:
-    """The values under a key, without their trailing dimension."""
+    """Return the values under a key, without their trailing dimension."""
     return list(batch[key].squeeze(-1).tolist())
 
 
 class CollectorConformance(Conformance):
-    """Inherit and name the worker group, and a scheme that its workers can be fed by.
+    """Conformance tests of a collector: inherit, and name a worker group and a scheme for it.
 
     Example:
         >>> class TestMyGroup(CollectorConformance):  # doctest: +SKIP
@@ -128,7 +128,7 @@ class CollectorConformance(Conformance):
             [lambda: CountingEnv(2), long_episodes], policy, **options
         ) as collector:
             assert collector.worker_ids == (0, 1)
-            # The workers act with copies, and only an update changes them.
+            # The workers act with copies, which only an update changes.
             policy.set(0.0)
             with pytest.warns(UserWarning, match="the policy has changed"):
                 batch = next(collector)
@@ -181,10 +181,10 @@ class CollectorConformance(Conformance):
         versions: dict[int, list[int]] = {}
         frames = 0
         with self.collector(long_episodes, policy, total_frames=38) as collector:
-            # The seeds: a worker gets what the one before it returned.
+            # A worker gets the seed that the one before it returned.
             assert collector.set_seed(1000) == 1002
             while frames < 38:
-                # Leaving a loop and beginning another loses and repeats nothing.
+                # Leaving a loop and starting another neither loses nor repeats frames.
                 for batch in collector:
                     assert batch.batch_size == torch.Size([4])
                     assert batch.names == ["time"]
@@ -218,7 +218,7 @@ class CollectorConformance(Conformance):
                     for part in batch.unbind(0) if sync else [batch]:
                         worker = int(part["collector", "traj_ids"][0].item()) // PER_WORKER
                         (acted,) = part["action"].unique().tolist()
-                        # No worker begins a batch with older weights than it was sent before.
+                        # No worker begins a batch with weights older than the last ones sent to it.
                         assert acted >= least.get(worker, 0.0)
                         assert sync is False or acted == step - 1
                         least[worker] = float(step)

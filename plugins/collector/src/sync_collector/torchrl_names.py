@@ -1,4 +1,4 @@
-"""The names that TorchRL gives to arguments and methods of a collector."""
+"""Arguments and methods of a collector under their names in TorchRL."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 _Device: TypeAlias = torch.device | str | int | None
 _Devices: TypeAlias = _Device | Sequence[_Device]
 _OwnOptions: TypeAlias = Mapping[str, Any] | WorkerOptions
-#: The options of single workers: for all, or one for each.
+#: Options of single workers: one value for all, or one for each.
 OwnOptions: TypeAlias = _OwnOptions | Sequence[_OwnOptions] | None
 
-# How long what was sent before a collector registered may take, in seconds.
+# How long to wait for a version sent before the collector registered, in seconds.
 _SOON = 0.5
 
 
 class TorchRLArguments(TypedDict, total=False):
     """Arguments of TorchRL's collectors that `Collector` takes under the same names.
 
-    They are fields of `BatchOptions` (``split_trajs`` to ``init_random_frames``) and of
+    These are fields of `BatchOptions` (``split_trajs`` to ``init_random_frames``) and of
     `WorkerOptions`: ``num_workers_per_collector`` is ``num_envs``, and ``collector_kwargs`` is
     ``per_worker``, as a mapping. A device may also be a list, with one for each worker.
     ``weight_recv_schemes`` is given to `Collector.register_scheme_receiver`.
@@ -72,14 +72,14 @@ class TorchRLArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The option objects of a collector, with what was given under TorchRL's names.
+    """The option objects of a collector, completed by arguments under TorchRL's names.
 
     Args:
         batch: the options of batches.
-        common: the options of all workers, by name; a list of devices has one for each.
+        common: the options of all workers, by name; a list of devices has one for each worker.
         own: the options of single workers.
-        own_name: the argument that ``own`` was given as.
-        receivers: addresses that the collector receives models from.
+        own_name: the name of the argument with ``own``.
+        receivers: addresses from which the collector receives models.
     """
 
     batch: BatchOptions
@@ -95,7 +95,7 @@ class Named:
         batch: BatchOptions | None,
         own_options: WorkerOptions | Sequence[WorkerOptions] | None,
     ) -> Named:
-        """Return the options that were given, under either name.
+        """Return the options given under either name.
 
         Raises:
             TypeError: ``batch`` is not a `BatchOptions`.
@@ -124,7 +124,7 @@ class Named:
 
 
 class TorchRLNames:
-    """The methods of a collector that have TorchRL's names and arguments."""
+    """Methods of a collector under their names and with their arguments in TorchRL."""
 
     _timeout: float
     _pool: WorkerPool
@@ -158,36 +158,35 @@ class TorchRLNames:
         weights_dict: Mapping[str, Any] | None = None,
         blocking: bool = True,
     ) -> SendReport | PendingSend:
-        """Send the policy's weights as a new version, and let the workers commit them.
+        """Send the policy's weights as a new version, and request that the workers commit them.
 
-        A worker commits between two steps, also in the middle of a batch: ``policy_version`` says
-        which frames were made with which weights. One with several models commits between two
-        batches: all that an update names, or nothing. If a `skip_update` hook skips one of these
-        models for a worker, all of them are skipped for that worker.
+        A worker commits between two steps, also in the middle of a batch: ``policy_version`` has
+        the version of each frame. A worker with several models commits between two batches, all
+        models of the update or none. If a `skip_update` hook skips one of these models for a
+        worker, all of them are skipped for that worker.
 
         Args:
             policy_or_weights: a module, a TensorDict or a state_dict; None for the trainer's own.
-            weights: the same, by another name.
-            policy: the same, by another name.
+            weights: the same, under another name.
+            policy: the same, under another name.
             worker_ids: one worker or several; None for all.
-            model_id: whose weights they are; the policy's by default, or those of all models that
-                the collector's workers hold if none were given. A model that other workers hold,
+            model_id: the model of the weights: by default the policy or, if no weights are given,
+                all models that the collector's workers hold. A model that other workers hold,
                 ``weight_sync_schemes={name: {"scheme": "ray", "workers": [actor]}}``, is updated
-                only by its name; ``worker_ids`` are those of its holders then.
+                only by its name; ``worker_ids`` are then the ids of those workers.
             weights_dict: weights by the name of their model, instead of all the above; None for
                 the trainer's own.
-            blocking: wait until the workers have committed the version. Otherwise what is
-                returned tells; an update that is under way when the next one begins is waited
-                for first.
+            blocking: wait until the workers have committed the version. Otherwise the returned
+                object has the result, and the next update first waits for this one.
 
         Returns:
-            A report, whose version is that of `stats` and of frames made with the weights.
+            A report; its version is the one in `stats` and in frames made with the weights.
 
         Raises:
-            SendError: some workers do not have the version; the others do. Dead ones are replaced
-                instead if they were given.
+            SendError: some workers do not have the version; the others do. Dead workers are
+                replaced instead, if ``on_worker_failure`` says so.
             ModelError: the collector has no weights to send, or no policy to load them into.
-            KeyError: a model that there is not.
+            KeyError: there is no such model.
             ClosedError: the collector was shut down.
         """
         self._check_open()
@@ -201,7 +200,7 @@ class TorchRLNames:
         if held is not None:
             return self._elsewhere.update(held, given[held], worker_ids, blocking=blocking)
         if self._pool.dismissed:
-            # After the last batch, as in every other round of a training loop.
+            # None after the last batch, as an update in a training loop comes after every batch.
             return SendReport(self._weights.version, 0.0, {})
         return self._pool.see_through(
             lambda: self._weights.update(given, worker_ids, blocking=blocking)
@@ -220,15 +219,15 @@ class TorchRLNames:
         await asyncio.to_thread(self.shutdown)
 
     def cascade_execute(self, path: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call, or return, the object at a path in every worker, in the order of their ids.
+        """Return the object at a path in every worker, or the result of calling it, by id order.
 
         Args:
-            path: from ``env``, ``policy`` or another model on: ``"env.transform[0].reset"``.
-            *args: for what is called.
-            **kwargs: its keyword arguments.
+            path: begins with ``env``, ``policy`` or another model: ``"env.transform[0].reset"``.
+            *args: arguments of the call.
+            **kwargs: keyword arguments of the call.
 
         Raises:
-            RemoteCallError: the path leads nowhere in a worker, or what was called raised.
+            RemoteCallError: the path does not exist in a worker, or the call raised.
         """
         self._check_open()
         if not isinstance(path, str):
@@ -238,7 +237,7 @@ class TorchRLNames:
         )
 
     def increment_version(self) -> None:
-        """Count a new version of the weights that reached the workers another way.
+        """Count a new version of the policy, whose weights reached the workers another way.
 
         Frames made from now on carry it.
         """
@@ -258,11 +257,11 @@ class TorchRLNames:
         Args:
             create_env_fn: makes an environment; or a list, one for each new worker.
             num_envs: the number of environments that each new worker makes and steps together.
-            policy: what the new workers act with, in place of a copy of the collector's policy. It
-                gets the weights that the other workers get, so that names, shapes and dtypes of
-                its own must be the same.
+            policy: the policy of the new workers, instead of a copy of the collector's policy. It
+                gets the same weights as the other workers, so its names, shapes and dtypes must be
+                the same.
             collector_kwargs: how the new workers make batches: `WorkerOptions` or a mapping, or a
-                list with one for each. Options that are left out are as with the first worker.
+                list with one for each. Other options are those of the first worker.
             remote_configs: options of the new workers' actors, with ``workers="ray"``: a mapping,
                 or a list with one for each.
 
@@ -270,13 +269,15 @@ class TorchRLNames:
             The ids of the new workers.
 
         Raises:
-            LayoutMismatchError: the policy's weights are others than those of the collector's.
-            RemoteCallError: as for `Collector.add_workers`; workers added before that one stay.
-            ModelError: one of the given and the collector's policy has weights, the other none.
+            LayoutMismatchError: the policy's weights have other names, shapes or dtypes than the
+                collector's.
+            RemoteCallError: as for `Collector.add_workers`; workers that were added before the
+                failure stay.
+            ModelError: one of the two policies has weights and the other has none.
             OptionError: the worker group has no ``remote_configs``, or the workers act with the
                 trainer's own policy.
-            TypeError: something that cannot differ between workers.
-            ValueError: a list of another length.
+            TypeError: an option cannot differ between workers.
+            ValueError: a list has another length.
         """
         self._check_working()
         num_workers = count_workers(None, create_env_fn)
@@ -302,20 +303,20 @@ class TorchRLNames:
     def register_scheme_receiver(
         self, addresses: Mapping[str, Address], *, synchronize_weights: bool = True
     ) -> None:
-        """Get models from senders elsewhere, as the worker that this collector is to them.
+        """Receive models from other senders: this collector is then one of their workers.
 
-        Weights received, before every batch and by `receive_weights`, are passed on to this
-        collector's own workers, and are acknowledged when these have committed them. A model that
+        The collector receives weights before every batch and in `receive_weights`. It passes them
+        to its own workers, and acknowledges them after these workers have committed. A model that
         only the workers have, such as a policy of ``policy_factory``, is received into a copy of
         its tensors.
 
         Args:
-            addresses: what each model's sender gave for this collector, by model.
-            synchronize_weights: take what each sender has sent so far, if it comes within half a
-                second.
+            addresses: the address from each model's sender for this collector, by model.
+            synchronize_weights: receive the version that each sender has sent so far, if it arrives
+                within half a second.
 
         Raises:
-            KeyError: a model that there is not.
+            KeyError: there is no such model.
             ModelError: neither the collector nor its workers have weights of that name.
         """
         self._check_open()
@@ -335,22 +336,22 @@ class TorchRLNames:
         policy: Any = None,
         timeout: float | None = None,
     ) -> Mapping[str, int]:
-        """Receive models from senders elsewhere, or take the policy's weights, and pass them on.
+        """Receive models from other senders, or take the given weights; pass them to the workers.
 
         Args:
             policy_or_weights: a module, a TensorDict or a state_dict for the collector's own
                 policy, if no senders were registered.
-            weights: the same, by another name.
-            policy: the same, by another name.
-            timeout: seconds to wait for a version of any model; None for the collector's.
+            weights: the same, under another name.
+            policy: the same, under another name.
+            timeout: seconds to wait for a version of any model; None for the collector's timeout.
 
         Returns:
             The versions received, by model.
 
         Raises:
-            ValueError: weights where there are senders, or neither.
+            ValueError: both weights and senders were given, or neither.
             SenderLostError: a sender is gone.
-            SendError: some workers do not have the version; its sender knows.
+            SendError: some workers do not have the version; its sender was notified.
         """
         self._check_open()
         limit = self._timeout if timeout is None else check_seconds(timeout)

@@ -1,4 +1,4 @@
-"""The models of a worker: found by name, kept current, saved and loaded."""
+"""The models of a worker: finds them by name, updates, saves and loads them."""
 
 from __future__ import annotations
 
@@ -24,50 +24,52 @@ from sync_core import (
 from sync_core.models import Binding, check_match, named_tensors, resolve
 from sync_plugin_std import receive_together
 
-# A worker gives at most one part in so many of its time to looking for weights. That takes 5 µs in
-# shared memory, where a step takes 160, and a millisecond or more if it means to ask a process.
+# A worker spends at most one part in this number of its time on looking for weights. A look takes 5
+# µs in shared memory, compared to 160 for a step, and a millisecond or more over the network.
 _SHARE = 50
-# Where all cores are busy, a thread that waits for an answer runs once the scheduler takes a core
-# from another thread, up to 5 ms later. A worker lends it one by waiting for newer weights after a
-# commit, as long as that took within these bounds in seconds (docs/decisions/0010-collector.md).
+# If all cores are busy, a thread that waits for an answer runs only after the scheduler takes a
+# core from another thread, up to 5 ms later. To free a core, a worker waits for newer weights after
+# a commit, as long as the commit took, within these bounds in seconds
+# (docs/decisions/0010-collector.md).
 _SHORTEST_REST, _LONGEST_REST = 0.001, 0.004
 
 
 class WorkerModels:
-    """The models of a worker, by name, and the receivers that keep them current.
+    """The models of a worker, by name, and the receivers that update them.
 
-    A single model is committed between two steps, as soon as its weights have come. Several are
-    committed when the driver says which versions belong together, all or none.
+    A single model is committed between two steps, as soon as its weights have arrived. Several
+    models are committed when the driver names the versions that belong together, all or none.
 
     Args:
-        parts: where names are looked up: ``policy``, ``env``, and the models beside them.
-        rests: whether to lend its core to the trainer after a commit between two steps.
+        parts: the objects in which names are looked up: ``policy``, ``env``, and the other models.
+        rests: whether to leave the core to the trainer for a moment after a commit between two
+            steps.
     """
 
     def __init__(self, parts: SimpleNamespace, *, rests: bool = False) -> None:
         self._parts = parts
         self._rests = rests
         self._receivers: dict[str, Receiver] = {}
-        # Which of the models are views of what arrives.
+        # Whether the parameters of each model are views of received buffers.
         self._views: dict[str, bool] = {}
-        # The receiver of the only model; None where there are several.
+        # The receiver of the only model; None if there are several models.
         self._single: Receiver | None = None
-        # The same, if that model is a part of the policy.
+        # The same receiver, if that model is a part of the policy.
         self._part: Receiver | None = None
         self._lost: SenderLostError | None = None
-        # What went wrong between two steps, where the sender does not know it.
+        # An error between two steps that the sender does not know about.
         self._error: Exception | None = None
-        # The version that was set, and the one that had been received by then.
+        # The version that was set, and the version that had been received by then.
         self._set = (0, 0)
-        # The seconds of a look; when the next one is due; and the version beyond which there was
-        # nothing at the last look.
+        # The seconds that a look takes, the time of the next look, and the version at the last look
+        # that found nothing newer.
         self._cost = math.inf
         self._due = 0.0
         self._looked_beyond: int | None = None
 
     @property
     def version(self) -> int:
-        """The version that the policy has, as its sender counts, or that of its only part."""
+        """The policy's version, counted by its sender or the sender of its only part."""
         version, received = self._set
         policy = self._receivers.get(POLICY, self._part)
         if policy is None or policy.version == received:
@@ -75,21 +77,22 @@ class WorkerModels:
         return max(version, policy.version)
 
     def set_version(self, version: int) -> None:
-        """Let the policy have this version, until its sender sends a newer one."""
+        """Set the policy's version, until its sender sends a newer one."""
         policy = self._receivers.get(POLICY, self._part)
         self._set = version, 0 if policy is None else policy.version
 
     def connect(self, name: str, address: Address, *, single: bool) -> Receiver:
-        """Get a model's weights from a sender from now on.
+        """Receive a model's weights from a sender from now on.
 
         Args:
             name: the model's name.
-            address: what the sender gave for this worker.
-            single: whether it is the only model, which is committed as soon as weights come.
+            address: the sender's address for this worker.
+            single: whether it is the only model, which is committed as soon as weights arrive.
 
         Raises:
             ModelPathError: there is no such model here.
-            OptionError: it shares parameters with another one, and only one of them has zero_copy.
+            OptionError: the model shares parameters with another one, and only one of them has
+                zero_copy.
         """
         if name in self._receivers:
             self._receivers.pop(name).close()
@@ -114,10 +117,10 @@ class WorkerModels:
 
         Args:
             versions: the version of each model.
-            timeout: seconds in which a single model may still get its own.
+            timeout: seconds to wait for the version of a single model.
         """
         if self._single is not None and self._single.version < max(versions.values(), default=0):
-            # What goes wrong is reported by the sender.
+            # The sender reports the error.
             with suppress(Exception):
                 self.reach(versions, timeout)
         return all(
@@ -126,18 +129,17 @@ class WorkerModels:
         )
 
     def reach(self, versions: Mapping[str, int], timeout: float) -> bool:
-        """Commit versions that were sent, unless the models have them.
+        """Commit versions that were sent, unless the models already have them.
 
         Args:
             versions: the version of each model.
-            timeout: seconds to wait for what has not come yet.
+            timeout: seconds to wait for versions that have not arrived yet.
 
         Returns:
-            False where a single model's version did not come in time, or where one of several
-            models was sent a newer version meanwhile. True where all are committed, and where a
-            single model refused its version, as the sender knows.
-
-        Raises what went wrong, where no sender knows it.
+            False if a single model's version did not arrive in time, or if one of several models
+            was sent a newer version meanwhile. True if all are committed, or if a single model
+            refused its version and the sender was notified. Raises an error that the sender does
+            not know about.
         """
         if self._single is None:
             return receive_together(self._receivers, versions, timeout)
@@ -158,9 +160,9 @@ class WorkerModels:
         return True
 
     def commit(self, timeout: float = 0.0) -> bool:
-        """Commit what has arrived for a single model, or arrives in time; whether anything has.
+        """Commit weights that have arrived, or arrive in time; return whether there were any.
 
-        What goes wrong is kept for `reach`, unless the sender knows it.
+        For a single model only. An error is kept for `reach`, unless the sender knows about it.
         """
         receiver = self._single
         if receiver is None or self._lost is not None:
@@ -180,7 +182,7 @@ class WorkerModels:
         return True
 
     def look(self) -> None:
-        """Commit what has arrived in the middle of a batch, or look less often."""
+        """Commit arrived weights in the middle of a batch; if there are none, look less often."""
         if self._single is None or self._lost is not None:
             return
         began = time.monotonic()
@@ -190,28 +192,28 @@ class WorkerModels:
                 took = time.monotonic() - began
                 self.commit(min(max(took, _SHORTEST_REST), _LONGEST_REST))
             return
-        # The first look after new weights may have to ask for the next ones, as over Ray: others
-        # only see whether they are there.
+        # The first look after new weights may have to request the next ones, as over Ray; later
+        # looks only check whether they have arrived.
         if self._looked_beyond != self._single.version:
             self._looked_beyond = self._single.version
             return
         now = time.monotonic()
-        # The least that it ever took: the rest was waiting for a core.
+        # The shortest time so far, since longer ones include waiting for a core.
         self._cost = min(self._cost, now - began)
         self._due = now + _SHARE * self._cost
 
     def look_soon(self) -> None:
-        """Look after the next step: something has come. Another thread may call this."""
+        """Look after the next step, because weights have arrived. Any thread may call this."""
         self._due = 0.0
 
     def between_steps(self) -> int:
-        """Commit what has arrived, unless that was looked for just now; the policy's version."""
+        """Commit arrived weights, unless the last look was recent; return the policy's version."""
         if time.monotonic() >= self._due:
             self.look()
         return self.version
 
     def read(self, name: str) -> Mapping[str, Tensor]:
-        """A copy of the weights of one model, found by its name; empty if it has none.
+        """Return a copy of the weights of one model, found by its name; empty if it has none.
 
         Raises:
             ModelPathError: there is no such model.
@@ -220,20 +222,21 @@ class WorkerModels:
         return {} if model is None else _read(model, None)
 
     def read_all(self) -> dict[str, Mapping[str, Tensor]]:
-        """A copy of the weights of each model, also of those found by a path, by name."""
+        """Return a copy of the weights of each model by name, including models found by a path."""
         models = self._models(self._receivers)
         return {name: _read(model, self._receivers.get(name)) for name, model in models.items()}
 
     def write(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Act with weights that `read_all` gave; models that are not among them keep theirs.
+        """Load weights from `read_all`; models that are not in it keep theirs.
 
         Raises:
-            LayoutMismatchError: a model has changed since; it was not written to.
+            LayoutMismatchError: a model has other tensors than when it was saved; it was not
+                changed.
             ModelError: a model is missing.
         """
         models = self._models(saved)
-        # Tensors that a receiver lends to a model may be part of another one, which has its own
-        # memory once the receiver has written.
+        # A zero-copy receiver's tensors may be part of another model. Write through the receivers
+        # first: afterwards, that model has its own memory.
         for name in sorted(saved, key=lambda name: name not in self._receivers):
             if name in self._receivers:
                 self._receivers[name].apply_weights(saved[name])
@@ -244,10 +247,10 @@ class WorkerModels:
                 on_commit(self.version)
 
     def resemble(self, policy: Any) -> None:
-        """Have what no tensor says of a policy: its modes (``training``), numbers and flags.
+        """Copy the parts of a policy that are not tensors: modes (``training``), numbers and flags.
 
         Args:
-            policy: the policy that this one is a copy of; modules that it lacks stay.
+            policy: the policy to copy from; modules that it lacks are not changed.
         """
         module, other = called_module(getattr(self._parts, POLICY, None)), called_module(policy)
         if module is None or other is None:
@@ -262,7 +265,7 @@ class WorkerModels:
         """Raise unless `write` can write these weights.
 
         Raises:
-            LayoutMismatchError: a model has changed since.
+            LayoutMismatchError: a model has other tensors than when it was saved.
             ModelPathError: the worker has no such model.
         """
         for name, model in self._models(saved).items():
@@ -273,8 +276,8 @@ class WorkerModels:
         """Return the object at a path, or the result of calling it.
 
         Raises:
-            ModelPathError: it leads nowhere.
-            TypeError: there are arguments, and nothing to call with them.
+            ModelPathError: the path does not exist.
+            TypeError: there are arguments, but the object is not callable.
         """
         found = resolve(self._parts, path)
         if callable(found):
@@ -287,12 +290,12 @@ class WorkerModels:
         return found
 
     def close(self) -> None:
-        """Leave the senders."""
+        """Close the receivers."""
         for receiver in self._receivers.values():
             receiver.close()
 
     def _models(self, names: Iterable[str]) -> dict[str, Any]:
-        """All that the worker acts with beside its environment, and what these names lead to."""
+        """Return the worker's models by name, and the objects at these names."""
         own = {name: part for name, part in vars(self._parts).items() if name != "env"}
         own[POLICY] = module_of(own.get(POLICY))
         by_path = {name: resolve(self._parts, name) for name in names if name not in own}
@@ -303,14 +306,14 @@ class WorkerModels:
         return module_of(found) if name == POLICY else found
 
     def _on_commit(self, name: str) -> Callable[[int], object] | None:
-        """Return the method of a model, or of the policy that it is a part of."""
+        """Return the `on_commit` method of a model, or of the policy that contains it."""
         names = [name, POLICY] if is_part(name) else [name]
         hooks = (getattr(self._found(each), "on_commit", None) for each in names)
         return next(filter(callable, hooks), None)
 
     def _check_shared(self, name: str, *, views: bool) -> None:
-        # Values copied into a parameter that views a version would be in the memory of other
-        # workers too; where that cannot be written to, the write would end this one.
+        # A copy into a parameter that views a received buffer would change the memory of other
+        # workers. If that memory is read-only, the write would kill the process.
         own = _parameters(self._found(name))
         for other in self._receivers:
             if views != self._views[other] and own & _parameters(self._found(other)):

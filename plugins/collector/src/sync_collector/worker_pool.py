@@ -1,4 +1,4 @@
-"""The workers of a collector: how they start, join, are replaced and leave, and calls of them."""
+"""The workers of a collector: starts, calls, replaces and removes them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ Result = TypeVar("Result")
 Sent = TypeVar("Sent")
 OnWorkerFailure = Literal["raise", "restart", "drop", "quarantine"]
 
-# A worker that dies again and again before it has made one batch will not do better.
+# A worker that has died this often before its first batch is not replaced again.
 _IN_A_ROW = 3
-# The longest quarantine, in timeouts: a silent worker costs a sixteenth of the time, at most.
+# The longest quarantine, in timeouts: a silent worker costs at most a sixteenth of the time.
 _LONGEST_QUARANTINE = 16
 
 
 class FailedBatchesError(Exception):
-    """Batches that cannot be made, found where workers cannot be replaced.
+    """Failed batches, raised while a lock is held that replacing workers takes.
 
     Args:
-        failures: how each worker has failed.
+        failures: the error of each worker.
     """
 
     def __init__(self, failures: Sequence[WorkerError]) -> None:
@@ -58,28 +58,28 @@ class PoolWorker:
     """The driver's record of one worker.
 
     Args:
-        worker_id: its id, which no other worker ever has; one that replaces it has the same.
-        changes: what differs from the specs of the first workers.
-        frames: the frames of a batch of its.
-        has_joined: whether it is among all workers.
-        is_restarting: whether another is being put in its place. Only the thread that does so calls
-            that one before it is like the rest.
-        is_removed: whether it was removed, or is about to end because of that.
-        refusal: why it cannot be called; empty where it can.
-        joins: how often a worker has joined under this id.
+        worker_id: its id, never reused, except by a worker that replaces it.
+        changes: the differences from the specs of the first workers.
+        frames: the number of frames in its batch.
+        has_joined: whether it is ready and counts among the workers.
+        is_restarting: whether it is being replaced. Only the thread that replaces it calls the new
+            worker before that has joined.
+        is_removed: whether it was removed or is being removed.
+        refusal: why it cannot be called; empty if it can.
+        joins: the number of workers that have joined under this id.
         lost_in_a_row: how often it was replaced since the last batch.
-        commits_at_rest: whether it commits weights that arrive between its batches.
-        batch: the batch that it was asked for and that was not taken; None if there is none.
-        number: the number of the next batch that it is asked for.
-        holders: how many hold it back from its next batch.
-        is_postponed: whether it was asked for a batch while it was held back.
+        commits_at_rest: whether it commits weights that arrive between its batches on its own.
+        batch: the requested batch that was not taken yet; None if there is none.
+        number: the number of its next batch request.
+        holders: the number of callers that block its next batch.
+        is_postponed: whether a batch was requested while it was blocked.
         required: the versions that its next batch requires, by model.
-        batches: the batches that it has made since it was last sent weights.
-        is_due: whether automatic updates hold it back.
-        random_frames: the frames of random actions that it was asked for last.
-        asked_at: when it was asked for its batch (`time.monotonic`).
-        failures: how often it has failed since its last batch, in quarantine.
-        retry_at: when it is waited for again, where it is in quarantine.
+        batches: the number of batches since its last weights.
+        is_due: whether automatic updates block it.
+        random_frames: the frames of random actions in its last request.
+        asked_at: the time of its last batch request (`time.monotonic`).
+        failures: the number of failures since its last batch, in quarantine.
+        retry_at: the time at which its quarantine ends.
     """
 
     worker_id: int
@@ -106,24 +106,24 @@ class PoolWorker:
 
     @property
     def is_quarantined(self) -> bool:
-        """Return whether nothing waits for it."""
+        """Return whether the worker is in quarantine: nothing waits for it."""
         return time.monotonic() < self.retry_at
 
 
 class WorkerPool:
-    """Starts workers, builds what they host, calls them, and replaces those that die.
+    """Starts, builds, calls and replaces the workers of a collector.
 
     Args:
-        group_class: what workers are.
-        make_spec: gives the spec for a worker id and a seat.
-        num_workers: how many there are at first; their ids are ``0 … num_workers - 1``.
-        timeout: deadline of starting a worker, of building and of stopping, in seconds.
+        group_class: the class of the worker group.
+        make_spec: returns the spec for a worker id and a seat.
+        num_workers: the initial number of workers; their ids are ``0 … num_workers - 1``.
+        timeout: deadline of starting, building and stopping workers, in seconds.
         worker_options: options of the group.
-        on_worker_failure: what is done about workers that fail; see `Collector`.
+        on_worker_failure: the reaction to workers that fail; see `Collector`.
 
     Raises:
-        RemoteCallError: an environment or a policy could not be made; it has the traceback. Every
-            worker is stopped first.
+        RemoteCallError: an environment or a policy could not be made; the message has the
+            traceback. All workers were stopped.
         PolicyError: the policy's arguments do not fit the environment.
         WorkerError: a worker did not start.
     """
@@ -140,22 +140,22 @@ class WorkerPool:
     ) -> None:
         self._make_spec = make_spec
         self._timeout = timeout
-        #: The policy for workers that fail.
+        #: What to do about workers that fail.
         self.on_worker_failure = on_worker_failure
-        #: The number of the next worker's seat; no seat is given twice.
+        #: The next worker's seat; each seat is used once.
         self.next_seat = 0
-        #: Each worker by its id, also those that were removed.
+        #: Each worker by its id, including removed ones.
         self.workers: dict[int, PoolWorker] = {}
-        #: Held while workers are sent weights, and while one joins or leaves: a worker that is sent
-        #: something is there. One change waits for another no longer than calls to workers take.
+        #: Held while weights are sent to workers, and while a worker joins or leaves, so that a
+        #: worker exists while it is sent weights. Calls under the lock are limited by the timeout.
         self.lock = threading.RLock()
-        # One worker is replaced at a time.
+        # Held while a worker is replaced.
         self._replacing = threading.Lock()
-        #: Whether all workers were ended because nothing is left to do.
+        #: Whether all workers were stopped because no work is left.
         self.dismissed = False
-        #: Called with the id of every worker that is added or restarted, once it is built.
+        #: Called with the id of every worker that is added or restarted, after it is built.
         self.on_join: list[Callable[[int], None]] = []
-        #: Called with the id of every worker that is about to be removed.
+        #: Called with the id of every worker before it is removed.
         self.on_leave: list[Callable[[int], None]] = []
         self._group = group_class(
             new_worker, num_workers, timeout=timeout, **(worker_options or {})
@@ -183,17 +183,17 @@ class WorkerPool:
 
     @property
     def frames(self) -> tuple[int, ...]:
-        """The frames of a batch of each worker, also of those that were dismissed."""
+        """The number of frames in each worker's batch, also after the workers were dismissed."""
         return tuple(worker.frames for worker in self.workers.values() if worker.has_joined)
 
     @property
     def parallel(self) -> bool:
-        """Return whether workers run at once, and without the driver."""
+        """Return whether workers run in parallel, and without the driver."""
         return "parallel" in self._group.capabilities
 
     @property
     def quarantines(self) -> bool:
-        """Return whether workers that fail are not waited for, for a time."""
+        """Return whether workers that fail are quarantined."""
         return self.on_worker_failure == "quarantine"
 
     def waits_for(self, worker_id: int) -> bool:
@@ -208,7 +208,7 @@ class WorkerPool:
             return False
 
     def removed(self, worker_id: int) -> bool:
-        """Return whether a worker was removed, or is about to end because of that."""
+        """Return whether a worker was removed or is being removed."""
         return self.workers[worker_id].is_removed
 
     def call(
@@ -225,20 +225,20 @@ class WorkerPool:
     def request(
         self, worker_id: int, function: Callable[..., Result], /, *args: Any
     ) -> Future[Result]:
-        """The same; but a worker that is being replaced counts as lost, until it has joined."""
+        """Like `call`, but a worker that is being replaced counts as lost until it has joined."""
         if self.workers[worker_id].is_restarting:
             return _refused(worker_id, "is being replaced")
         return self.call(worker_id, function, *args)
 
     def call_all(self, function: Callable[..., Result], /, *args: Any) -> dict[int, Future[Result]]:
-        """The same on every worker at once."""
+        """Call a function on every worker at once."""
         return {worker_id: self.request(worker_id, function, *args) for worker_id in self.ids}
 
     def gather_all(self, what: str, function: Callable[..., Result], /, *args: Any) -> list[Result]:
-        """The results of a call of every worker, in the order of their ids.
+        """Return the results of a call of every worker, in the order of their ids.
 
         Args:
-            what: what the workers do, for the message of an error.
+            what: a description of the call, for error messages.
             function: see `call`.
             *args: see `call`.
 
@@ -256,14 +256,14 @@ class WorkerPool:
         *args: Any,
         joins: bool = False,
     ) -> Result:
-        """The result of a call of one worker; see `gather_all`.
+        """Return the result of a call of one worker; see `gather_all`.
 
         Args:
             worker_id: the worker.
-            what: what it does, for the message of an error.
+            what: a description of the call, for error messages.
             function: see `call`.
             *args: see `call`.
-            joins: whether it may be a worker that is about to replace another.
+            joins: whether the worker may still be joining.
         """
         call = self.call if joins else self.request
         future = call(worker_id, function, *args)
@@ -271,14 +271,14 @@ class WorkerPool:
         return result
 
     def add(self, group_options: Mapping[str, Any] | None = None, **changes: Any) -> int:
-        """Start and build one more worker; its id, never used before.
+        """Start and build one more worker; return its id, never used before.
 
         Args:
-            group_options: what the group's ``add`` gets.
-            **changes: fields of its `WorkerSpec` that replace those of the spec.
+            group_options: options for the group's ``add``.
+            **changes: fields of its `WorkerSpec` to replace.
 
-        Raises as the constructor does, and `OptionError` for an option that the group's ``add``
-        does not have; the pool is then as before.
+        Raises the errors of the constructor, and `OptionError` if the group's ``add`` has no such
+        option. After an error the pool is unchanged.
         """
         options = group_options or {}
         for name in options.keys() - inspect.signature(self._group.add).parameters.keys():
@@ -288,7 +288,7 @@ class WorkerPool:
             )
         worker_id = self._group.add(**options)
         worker = PoolWorker(worker_id, changes)
-        # Another mapping, since other threads iterate over this one.
+        # A new mapping, since other threads iterate over the old one.
         self.workers = {**self.workers, worker_id: worker}
         try:
             self._join(worker)
@@ -298,7 +298,7 @@ class WorkerPool:
         return worker_id
 
     def add_workers(self, num_workers: int | None, create_env_fn: Any) -> tuple[int, ...]:
-        """Start workers that differ from the others by their environments at most."""
+        """Start workers, which may have other environments than the first ones."""
         num_workers = count_workers(num_workers, create_env_fn)
         if create_env_fn is None:
             return tuple(self.add() for _ in range(num_workers))
@@ -306,11 +306,10 @@ class WorkerPool:
         return tuple(self.add(env_fn=env_fn) for env_fn in env_fns)
 
     def restart(self, worker_id: int) -> None:
-        """Put a new worker in place of one, dead or alive, under the same id.
+        """Replace a worker, dead or alive, by a new one with the same id.
 
-        One that is removed meanwhile is not replaced.
-
-        Raises as the constructor does; the worker then fails every call, and counts as dead.
+        A worker that is removed meanwhile is not replaced. Raises the errors of the constructor;
+        the worker then fails every call, and counts as dead.
         """
         worker = self.workers[worker_id]
         worker.refusal, worker.is_restarting = "", True
@@ -323,19 +322,19 @@ class WorkerPool:
                 worker.refusal = f"took the place of another and could not join: {error}"
                 raise
         except Exception:
-            # The thread that removes it ends the new one, too.
+            # The thread that removes the worker also ends the new one.
             if not worker.is_removed:
                 raise
         finally:
             worker.is_restarting = False
 
     def remove(self, worker_id: int) -> None:
-        """End one worker; its unfinished calls fail."""
+        """Stop one worker; its unfinished calls fail."""
         worker = self.workers[worker_id]
         with self.lock:
             worker.is_removed, worker.has_joined = True, False
             if all(one.is_quarantined for one in self.joined):
-                # Nothing else is left to wait for.
+                # All remaining workers are in quarantine; wait for them again.
                 for one in self.joined:
                     one.retry_at, one.asked_at = 0.0, time.monotonic()
             for callback in self.on_leave:
@@ -344,16 +343,16 @@ class WorkerPool:
         worker.changes, worker.refusal = {}, ""
 
     def dismiss(self) -> None:
-        """End all workers; calls to all of them reach none from now on."""
+        """Stop all workers; later calls to all workers reach none."""
         self.dismissed = True
         self._group.stop()
 
     def stop(self, timeout: float | None = None) -> None:
-        """End all workers; see `WorkerGroup.stop`."""
+        """Stop all workers; see `WorkerGroup.stop`."""
         self._group.stop(timeout)
 
     def take_seat(self) -> int:
-        """A seat that no worker has or had."""
+        """Return an unused seat."""
         self.next_seat += 1
         return self.next_seat - 1
 
@@ -361,14 +360,14 @@ class WorkerPool:
         """Restart, remove or quarantine a worker that has failed, dead or alive.
 
         Args:
-            failure: how it has failed.
-            joins: how often a worker had joined under its id by then: one that has joined since
-                did not fail. None where it failed just now.
+            failure: the error.
+            joins: the number of workers that had joined under its id at the failure; a worker that
+                joined later has not failed. None if the worker has just failed.
 
         Raises:
-            WorkerError: the failure, where nothing is done about it, or no other worker is left
-                that could work; or the place of a worker is lost again and again.
-            RemoteCallError: the environment or policy of one that replaces it could not be made.
+            WorkerError: the failure, if ``on_worker_failure`` is ``"raise"`` or no other worker
+                could work; or replacements of a worker die repeatedly.
+            RemoteCallError: the environment or policy of the new worker could not be made.
         """
         worker = self.workers[failure.worker_id]
         if self.on_worker_failure == "raise":
@@ -391,9 +390,9 @@ class WorkerPool:
         self.remove(worker.worker_id)
 
     def _replace(self, worker: PoolWorker, failure: WorkerError, joins: int | None) -> None:
-        """Put another worker in place of one; it has the newest weights when this returns."""
+        """Replace a worker; the new one has the newest weights when this returns."""
         with self._replacing:
-            # A dead one may have been replaced by another thread; one that lives has failed.
+            # Another thread may have replaced a dead worker; a live worker has failed.
             fails = not isinstance(failure, WorkerLostError) and joins in (None, worker.joins)
             while (fails or not self.alive(worker.worker_id)) and not worker.is_removed:
                 fails = False
@@ -413,9 +412,9 @@ class WorkerPool:
                     failure = error
 
     def repeat(self, function: Callable[[], Result]) -> Result:
-        """Do something with all workers; again, if one has died in it and was replaced or removed.
+        """Call a function that uses all workers; if one dies, remedy it and call again.
 
-        Raises as `remedy` does.
+        Raises the errors of `remedy`.
         """
         for worker_id in self.ids:
             if not self.alive(worker_id):
@@ -430,17 +429,17 @@ class WorkerPool:
                     self.remedy(failure)
 
     def see_through(self, update: Callable[[], Sent]) -> Sent | SendReport:
-        """Send weights, and remedy workers that have died or do not answer.
+        """Send weights, and remedy workers that died or do not acknowledge.
 
         Returns:
-            The update's result; or the report: workers that replace others have the version.
+            The update's result; or the report, in which replaced workers have the version.
 
         Raises:
-            SendError: others did not get them either, or nothing is done about failures.
-            WorkerLostError: one cannot be connected to a sender, and nothing is done about it.
+            SendError: a worker refused the weights, or ``on_worker_failure`` is ``"raise"``.
+            WorkerLostError: a worker cannot be connected to a sender.
         """
         while True:
-            # No worker joins between these two lines: one that joined since then has the newest.
+            # Under the lock: a worker that joins afterwards has the newest weights.
             with self.lock:
                 joins = {i: worker.joins for i, worker in self.workers.items()}
                 try:
@@ -463,7 +462,7 @@ class WorkerPool:
             elif isinstance(result.error, WorkerTimeoutError):
                 failures.append(result.error)
             else:
-                # It refused the weights, as another one would.
+                # The worker refused the weights; a new one would refuse them too.
                 raise error
         results = dict(error.report.workers)
         for failure in failures:
@@ -486,11 +485,12 @@ class WorkerPool:
 
         Args:
             worker_id: the worker.
-            error: what it failed with.
-            joins: how often a worker had joined under each id: another may have come since.
+            error: its error.
+            joins: the number of workers that had joined under each id when the send began.
         """
         if isinstance(error, WorkerLostError) and self.alive(worker_id):
-            # The group ends a call of a dead worker once it notices that. Ray may take seconds.
+            # The group fails a dead worker's call once it notices the death, which takes Ray
+            # seconds.
             wait([self.call(worker_id, _is_there)], self._timeout)
         worker = self.workers[worker_id]
         return not self.alive(worker_id) or worker.is_restarting or worker.joins != joins[worker_id]
@@ -520,7 +520,7 @@ class WorkerPool:
 
 
 def _is_there(_: CollectorWorker) -> None:
-    """Do nothing, in a worker."""
+    """Do nothing; a call of it shows whether a worker is alive."""
 
 
 def _refused(worker_id: int, reason: str) -> Future[Any]:
@@ -530,7 +530,7 @@ def _refused(worker_id: int, reason: str) -> Future[Any]:
 
 
 def warn_if_rounded(pool: WorkerPool, frames: int) -> None:
-    """Warn of workers whose batches have more frames than were asked for."""
+    """Warn if workers make more frames per batch than requested."""
     for worker in pool.joined:
         if worker.frames != frames:
             warnings.warn(

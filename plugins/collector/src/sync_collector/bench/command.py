@@ -1,4 +1,4 @@
-"""``sync-core bench collector``: frames per second, and updates beside those of other senders."""
+"""``sync-core bench collector``: frames per second, and update times compared to other senders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sync_tools.tables import print_table
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the arguments that only this command has."""
+    """Make the parser of the arguments that only this command has."""
     parser = argparse.ArgumentParser(prog="sync-core bench collector", description=__doc__)
     parser.add_argument("--scheme", default="shm", help="how weights travel (shm)")
     parser.add_argument("--envs", nargs="+", choices=ENVS, default=ENVS, help="environments (both)")
@@ -28,12 +28,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run(rest: Sequence[str], workers: int, rounds: int, as_json: bool) -> int:
-    """Measure and print.
+    """Run the measurements and print the results.
 
     Args:
         rest: the arguments that only this command has.
-        workers: how many workers collect, where several do.
-        rounds: how many rounds count.
+        workers: the number of workers in modes with several.
+        rounds: the number of rounds that are measured.
         as_json: print JSON.
     """
     parser = make_parser()

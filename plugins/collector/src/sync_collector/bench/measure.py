@@ -1,4 +1,4 @@
-"""Measures how fast a collector is here, and its weight updates beside those of others."""
+"""Measures the speed of a collector and of its weight updates on this machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sync_tools.bench import check_measurable, measure
 
 _WARM_UP = 2
 
-# Batch after batch, each with what sends weights to all workers and waits until they have them.
+# Yields each batch, and the function that updates all workers and waits until they commit.
 _Updates = Generator[tuple[Tensor, Callable[[], object]], None, None]
 
 
 class HandWorker:
-    """Steps one environment with a policy, to whose receiver the trainer sends.
+    """Steps one environment with a policy that a `Receiver` keeps up to date.
 
     Args:
         env: the environment's id.
@@ -37,7 +37,7 @@ class HandWorker:
     """
 
     def __init__(self, env: str, worker_id: int) -> None:
-        # Not before it is known that gymnasium is there.
+        # Imported here, since gymnasium may not be installed.
         import gymnasium
 
         self._env = gymnasium.make(env)
@@ -52,12 +52,12 @@ class HandWorker:
 
     def connect(self, address: Address) -> None:
         """Connect to the sender."""
-        # As the workers of a collector do: one step is too little work to share out.
+        # As in a collector's workers: one step is too little work for several threads.
         torch.set_num_threads(1)
         self._receiver = Receiver(address, self._policy)
 
     def collect(self, frames: int, *, looking: bool = False) -> Tensor:
-        """Make so many observations; look for weights before each, or not at all."""
+        """Collect observations; look for new weights before each step, or never."""
         observations = np.empty((frames, *self._observation.shape), np.float32)
         for frame in observations:
             if looking:
@@ -67,17 +67,17 @@ class HandWorker:
         return torch.from_numpy(observations)
 
     def receive(self, timeout: float | None = None) -> int | None:
-        """Commit the newest weights, if there are newer ones in time."""
+        """Commit the newest weights, if newer ones arrive in time."""
         assert self._receiver is not None
         return self._receiver.receive(timeout)
 
     def begin(self, frames: int) -> None:
-        """Make batch after batch in a thread, looking for weights, until `end`."""
+        """Make batches on a thread until `end`, looking for weights before each step."""
         self._thread = threading.Thread(target=self._collect_all, args=(frames,), daemon=True)
         self._thread.start()
 
     def take(self) -> Tensor:
-        """Return the newest batch that was not taken, once there is one."""
+        """Wait for the newest batch that was not taken yet, and return it."""
         with self._made:
             self._made.wait_for(lambda: self._batch is not None)
             batch, self._batch = self._batch, None
@@ -85,7 +85,7 @@ class HandWorker:
         return batch
 
     def end(self) -> None:
-        """Let the batch in progress be the last."""
+        """Stop after the batch in progress."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
@@ -116,20 +116,20 @@ def measure_by_hand(
     rounds: int,
     threads: int,
 ) -> list[float]:
-    """Seconds of updates after training on batches, which end when all workers have committed.
+    """Measure updates without a collector: the seconds until all workers have committed.
 
-    The same environments, frames, policy and training as those that a collector is measured with,
-    and `Sender` and `Receiver` alone. Workers that make batches together wait for weights when they
-    have made one; those that make their own look for them at each step.
+    The loop has the environments, frames, policy and training of `measure_collector`, but only a
+    `Sender` and `Receiver`. Workers that make batches together wait for weights after each batch;
+    the others look for weights at each step.
 
     Args:
         env: one of `sync_collector.bench.training.ENVS`.
         mode: one of `sync_collector.bench.measure.MODES`.
         scheme: the scheme's name.
-        workers: how many.
+        workers: the number of workers.
         frames_per_batch: the frames of a batch.
-        rounds: how many updates count, after two that do not.
-        threads: of torch's in the trainer.
+        rounds: the number of updates measured, after two for warm-up.
+        threads: torch's number of threads in the trainer.
     """
     policy = BenchPolicy(env)
     optimizer = torch.optim.Adam(policy.parameters())
@@ -188,8 +188,8 @@ def _each_its_own(group: WorkerGroup, sender: Sender, frames: int) -> _Updates:
             group.call(i, HandWorker.end).result()
 
 
-#: What workers do: one in the trainer's process, or several that make each batch together, or
-#: several that each make their own.
+#: How workers run: one in the trainer's process, several that make each batch together, or several
+#: that each make their own batches.
 MODES = ("single", "sync", "first-ready")
 
 _BATCHES = 3
@@ -197,22 +197,22 @@ _BATCHES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectorMeasurement:
-    """The figures of one run.
+    """The results of one measurement.
 
     Args:
         env: the environment's id.
         mode: one of `MODES`.
         scheme: the scheme's name.
-        workers: how many there were.
-        frames_per_second: of each round: frames over seconds, the round's update included.
-        sync_seconds: of each `update_policy_weights_` after training on a batch, which waits until
+        workers: the number of workers.
+        frames_per_second: the frames per second of each round, including its update.
+        sync_seconds: the seconds of each `update_policy_weights_` after training on a batch, until
             all workers have committed the weights.
-        refresh_seconds: what each automatic update of a collector, with
-            ``update_after_each_batch``, kept the training loop from continuing.
-        by_hand_seconds: of each update in such a loop that was written without a collector; see
+        refresh_seconds: the seconds for which each automatic update, with
+            ``update_after_each_batch``, blocked the training loop.
+        by_hand_seconds: the seconds of each update in a loop without a collector; see
             `measure_by_hand`.
-        bare_seconds: rounds of a bare sender with a model of that size, and as many workers, which
-            do nothing but wait.
+        bare_seconds: the seconds of each send without any environment: the same model size and
+            number of workers, which only wait for weights.
     """
 
     env: str
@@ -236,20 +236,21 @@ def measure_collector(
     rounds: int = 7,
     threads: int = 1,
 ) -> CollectorMeasurement:
-    """Collect batch after batch, with an update after every third of them; then train as well.
+    """Measure a collector: frames per second, then updates while it trains.
 
-    Trains with updates that are waited for, and once more with a collector that refreshes its
-    workers automatically.
+    The first part has an update after every third batch. The second part trains twice: with
+    blocking updates, and with automatic updates.
 
     Args:
         env: one of `ENVS`.
         mode: one of `MODES`.
         scheme: the scheme's name.
-        workers: how many; a single one is alone.
+        workers: the number of workers, except in the mode with one worker.
         frames_per_batch: the frames of a batch.
-        rounds: how many rounds of three batches count, and of training, after two that do not.
-        threads: of torch's in the trainer that trains. For so small a policy a second one has
-            nothing to do, and spins for milliseconds on a core that a worker needs.
+        rounds: the number of rounds measured, of three batches or of training, after two for
+            warm-up.
+        threads: torch's number of threads in the trainer. The policy is so small that a second
+            thread only spins for milliseconds on a core that a worker needs.
 
     Raises:
         SyncError: the scheme does not work here.

@@ -1,4 +1,4 @@
-"""The policy of the training loops that are measured, and the training."""
+"""The policy and the training step of the measured training loops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 _ENVS = {"CartPole-v1": (4, 2), "Pendulum-v1": (3, 1)}
-#: The environments that there is a policy for.
+#: The environments that `BenchPolicy` supports.
 ENVS = tuple(_ENVS)
 
 _EPOCHS = 4
@@ -17,14 +17,14 @@ _MINIBATCHES = 4
 
 
 def change(policy: nn.Module) -> None:
-    """Change the weights, as training does: senders warn of equal ones."""
+    """Change the weights, as training does: senders warn about unchanged weights."""
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.neg_()
 
 
 class BenchPolicy(nn.Module):
-    """Two layers, 64 wide: samples one of CartPole's actions, or gives Pendulum's.
+    """A policy with two layers of width 64: samples CartPole's actions, or returns Pendulum's.
 
     Args:
         env: the environment's id.
@@ -43,7 +43,7 @@ class BenchPolicy(nn.Module):
         self.discrete = acts > 1
 
     def forward(self, observation: Tensor) -> Tensor:
-        """The action."""
+        """Return the action."""
         out: Tensor = self.layers(observation)
         if not self.discrete:
             return 2 * out.tanh()
@@ -53,7 +53,7 @@ class BenchPolicy(nn.Module):
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Give torch so many threads in this process, for a while."""
+    """For ``with``: set torch's number of threads in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -63,7 +63,7 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 def train(policy: BenchPolicy, optimizer: torch.optim.Optimizer, observations: Tensor) -> None:
-    """As many steps as a small PPO takes with a batch; what they minimise does not matter."""
+    """Make as many training steps as a small PPO makes per batch; the loss is arbitrary."""
     for _ in range(_EPOCHS):
         for minibatch in observations.chunk(_MINIBATCHES):
             optimizer.zero_grad()

@@ -1,7 +1,6 @@
-"""``sync-core tune-env``: how many workers for an environment, and how many environments in each.
+"""``sync-core tune-env``: finds how many workers, and environments per worker, are fastest.
 
-A step is measured first, then what collectors make of it with each number of workers and
-environments, in turn.
+Measures the time of a step, then collectors with different numbers of workers and environments.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from sync_core import OptionError, registry
 
 __all__ = ["Setup", "StepCost", "add_arguments", "measure_setup", "measure_step", "suggested"]
 
-#: A suggestion has the fewest workers, then environments, that make this share of the most frames.
+#: The suggested setup is the smallest one with at least this share of the most frames per second.
 _NEARLY_ALL = 0.9
-#: The share of a core below which other programs must have used it, and figures mislead.
+#: If a measurement got less than this share of a core, other programs ran, and figures mislead.
 _BUSY = 0.9
 _WARM_UP_BATCHES = 2
 _LEAST_STEPS = 20
@@ -68,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """The cost of an environment, as a collector steps it.
+    """The time that one step and one reset of an environment take.
 
     Args:
-        envs: how many environments one step is of; more than 1 for a vector environment.
-        step: seconds of a step, the median.
-        reset: seconds of a reset, the median.
-        steps: how many steps were measured.
+        envs: the number of environments in one step; more than 1 for a vector environment.
+        step: the median seconds of a step.
+        reset: the median seconds of a reset.
+        steps: the number of steps measured.
     """
 
     envs: int
@@ -85,11 +84,11 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A number of workers and of environments, and what they make.
+    """A number of workers and of environments, and the frames per second with them.
 
     Args:
-        workers: 1 for one in the trainer's process, else processes.
-        envs: environments that each worker makes.
+        workers: the number of workers: 1 runs in the trainer's process, more run as processes.
+        envs: the number of environments of each worker.
         frames_per_second: frames of all workers, with an update of the policy for each batch.
     """
 
@@ -99,11 +98,12 @@ class Setup:
 
 
 class Actor(nn.Module):
-    """Two layers, whose outputs nothing uses, and actions that an environment has drawn.
+    """A policy of two layers that returns actions drawn in advance and not the layers' outputs.
 
     Args:
         width: of the layers.
-        actions: a set of actions for each step, again and again: at the keys of the environment.
+        actions: the actions to return, one set per step, in a cycle, by the keys of the
+            environment.
     """
 
     def __init__(self, width: int, actions: Sequence[dict[Any, Tensor]]) -> None:
@@ -121,7 +121,7 @@ class Actor(nn.Module):
         return self._actions[self._next % len(self._actions)]
 
     def forward(self, tensordict: Any) -> Any:
-        """Compute with all that is observed, and set the actions of a step."""
+        """Run the layers on all observations, and set the actions of a step."""
         dims = len(tensordict.batch_size)
         seen = [
             tensor.flatten(dims) if tensor.ndim > dims else tensor.unsqueeze(-1)
@@ -133,10 +133,10 @@ class Actor(nn.Module):
 
 
 class ObservationActor(Actor):
-    """The same for one observation, which most policies take without a TensorDict."""
+    """The same policy for one observation, which most policies take without a TensorDict."""
 
     def forward(self, observation: Tensor) -> Tensor:
-        """Compute, and return the actions of a step."""
+        """Run the layers, and return the actions of a step."""
         action = self.drawn()["action"]
         self.layers(observation.reshape(*observation.shape[: self.dims], -1).float())
         return action
@@ -168,7 +168,7 @@ def measure_step(make: Callable[[], Any], seconds: float = 1.0) -> StepCost:
 
 
 def _timed(env: Env, seconds: float) -> tuple[list[float], list[float]]:
-    """Return the seconds of steps and of resets of all environments together."""
+    """Return the seconds of each step and of each reset of all environments together."""
     clock, steps, resets = time.perf_counter, list[float](), list[float]()
     end = clock() + seconds
     ended, conventions = True, Conventions(env)
@@ -205,19 +205,19 @@ def measure_setup(
     width: int = 64,
     seconds: float = 1.0,
 ) -> Setup:
-    """Measure a collector, whose batches all workers make together.
+    """Measure a collector whose workers make each batch together.
 
     Args:
         make: makes an environment.
         workers: 1 for one in this process, which sends nothing.
         envs: environments of each worker.
-        cost: of the environment, to choose the size of batches.
+        cost: the cost of the environment, to choose the size of batches.
         scheme: the scheme, for several workers.
         width: of the policy's layers.
         seconds: how long to measure.
     """
     actor = _actor(make, envs, width)
-    # A batch of about a tenth of the time, if environments and policy take the same.
+    # A batch takes about a tenth of the time, if the policy takes as long as the environments.
     rows = max(8, min(512, int(seconds / 10 / (2 * cost.step * envs + 100e-6))))
     with Collector(
         make,
@@ -239,7 +239,7 @@ def measure_setup(
 
 
 def _actor(make: Callable[[], Any], envs: int, width: int) -> Actor:
-    """Return a policy with actions for an environment, or for several."""
+    """Return a policy with random actions for one environment, or for several."""
     made = [as_env(make()) for _ in range(envs)]
     env = made[0] if envs == 1 else stack_envs(made)
     try:
@@ -350,7 +350,7 @@ def _advice(best: Setup, cost: StepCost, scheme: str) -> str:
 
 
 def factory(name: str) -> Callable[[], Any]:
-    """Return what makes an environment.
+    """Return the function that makes an environment.
 
     Args:
         name: ``module:function``, where the module may be in the current folder, or an id of
@@ -405,7 +405,7 @@ def _make_registered(name: str) -> Any:
 
 
 def _doubled(cores: int) -> list[int]:
-    """Return 1, 2, 4 … up to the number of cores, which is among them."""
+    """Return 1, 2, 4 … up to the number of cores, which is the last."""
     numbers = [1]
     while 2 * numbers[-1] < cores:
         numbers.append(2 * numbers[-1])

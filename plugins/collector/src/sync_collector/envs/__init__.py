@@ -1,4 +1,4 @@
-"""Environments: what a collector asks of one, adapters of other libraries, and one to test with."""
+"""Environments: their interface, adapters for other libraries, and one for tests."""
 
 from sync_collector.envs.adapt import EnvironmentAdapter
 from sync_collector.envs.arrays import ArrayEnv, ArraySpec, ArrayStep

@@ -1,4 +1,4 @@
-"""Makes environments for a collector: by adapters of other libraries, and of several as one."""
+"""Adapts environments of other libraries, and stacks several environments into one."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from sync_core import registry
 
 
 def stack_envs(envs: Sequence[Env]) -> Env:
-    """One environment, whose batch has a dimension for those given before their own.
+    """Stack environments: the batch gets a new first dimension, one entry per environment.
 
     Args:
-        envs: one or more, all of one kind.
+        envs: one or more environments of the same kind.
 
     Raises:
         ValueError: their batches or observations differ.
@@ -64,34 +64,34 @@ def stack_envs(envs: Sequence[Env]) -> Env:
 
 
 class _Members:
-    """The calls that any stack makes to each of its environments."""
+    """The methods that every stack shares: each is called on every environment."""
 
     _envs: Sequence[Env]
     is_closed = False
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed one after the other, each with the seed that the one before it gave."""
+        """Seed the environments in order, each with the seed that the one before it returned."""
         for env in self._envs:
             seed = seed_env(env, seed, static_seed)
         return seed
 
     def save_state(self) -> list[Any] | None:
-        """The states of all of them; None if one cannot be saved."""
+        """Return the states of all environments; None if one of them cannot be saved."""
         states = [save_env(env) for env in self._envs]
         return None if any(state is None for state in states) else states
 
     def load_state(self, states: list[Any]) -> None:
-        """Let each continue from its own."""
+        """Restore the state of each environment."""
         self._forget_step()
         for env, state in zip(self._envs, states, strict=True):
             load_env(env, state)
 
     def _forget_step(self) -> None:
-        """Begin with the first environment in the next step."""
+        """Start the next step with the first environment."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all environments."""
         self.is_closed = True
         for env in self._envs:
             close_env(env)
@@ -145,7 +145,7 @@ class _TensorDictStack(_Members):
         self.reward_keys = optional(envs[0], "reward_keys")
         self.done_keys = optional(envs[0], "done_keys")
         self._conventions = Conventions(self)
-        # A step that an exception has cut short, and the results of those that have acted.
+        # A step that an exception interrupted, and the results of the environments already stepped.
         self._cut: tuple[TensorDictBase, list[TensorDictBase]] | None = None
 
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
@@ -164,7 +164,7 @@ class _TensorDictStack(_Members):
         return self._stack([roots.get(i, part).select(*keys) for i, part in enumerate(parts)])
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        # The environments before the one that has failed do not act twice.
+        # The environments before the failed one are not stepped twice.
         if self._cut is None or self._cut[0] is not tensordict:
             self._cut = tensordict, []
         followings = self._cut[1]
@@ -188,16 +188,16 @@ class _TensorDictStack(_Members):
         return together
 
 
-#: The entry point group of adapters.
+#: The entry point group of environment adapters.
 ADAPTERS = "sync.environments"
 
 
 class EnvironmentAdapter(ABC):
-    """Makes an `Env` of an environment of another library.
+    """Adapts environments of another library to `Env`.
 
-    The entry point group ``sync.environments`` refers to instances. A worker asks the adapters of
-    all installed distributions, so that an adapter must not import its library before it has an
-    environment of it.
+    Distributions register instances in the entry point group ``sync.environments``. A worker asks
+    every installed adapter, so an adapter must not import its library before it gets one of its
+    environments.
 
     Example:
         >>> from sync_collector.envs import CountingEnv
@@ -212,7 +212,7 @@ class EnvironmentAdapter(ABC):
 
     @abstractmethod
     def accepts(self, made: Any) -> bool:
-        """Return whether an object is an environment that this adapter knows."""
+        """Return whether this adapter knows the kind of an object."""
 
     @abstractmethod
     def adapt(self, made: Any, options: EnvOptions) -> Env:
@@ -220,12 +220,13 @@ class EnvironmentAdapter(ABC):
 
         Args:
             made: what ``create_env_fn`` returned.
-            options: what the collector asks for. An adapter raises `TypeError` for what it has not.
+            options: the collector's options. An adapter raises `TypeError` for options that it does
+                not support.
         """
 
 
 class _Gymnasium(EnvironmentAdapter):
-    """Single and vector environments of Gymnasium, and those that are like them."""
+    """Adapts single and vector environments of Gymnasium, and similar ones."""
 
     def accepts(self, made: Any) -> bool:
         if _is_of_agents(made):
@@ -238,7 +239,7 @@ class _Gymnasium(EnvironmentAdapter):
         if not _is_vector(made):
             env: Env = GymEnv(lambda: made, **options.given())
             return env
-        # They import gymnasium, which is needed for such an environment only.
+        # These import gymnasium, which only such an environment needs.
         from sync_collector.envs.simulators import resettable
         from sync_collector.envs.vector import VectorGymEnv
 
@@ -246,7 +247,7 @@ class _Gymnasium(EnvironmentAdapter):
 
 
 def _is_vector(made: Any) -> bool:
-    """Return whether an environment is several: of Gymnasium, of EnvPool or of a simulator."""
+    """Return whether an environment is a batch: of Gymnasium, of EnvPool or of a simulator."""
     return hasattr(made, "single_action_space") or hasattr(made, "all_env_ids")
 
 
@@ -256,7 +257,7 @@ def _is_of_agents(made: Any) -> bool:
 
 
 class _PettingZoo(EnvironmentAdapter):
-    """Environments of several agents that act at once, as PettingZoo's parallel environments do."""
+    """Adapts multi-agent environments whose agents act at once, as in PettingZoo's parallel API."""
 
     def accepts(self, made: Any) -> bool:
         return _is_of_agents(made) and not hasattr(made, "batch_size")
@@ -276,18 +277,18 @@ _OURS = (GYMNASIUM, PETTINGZOO)
 
 
 def as_env(made: Any, options: EnvOptions = _NONE) -> Env:
-    """The object itself if it is an `Env`, else what an adapter makes of it.
+    """Return an `Env` unchanged, or adapt another environment.
 
-    An `Env` has a ``batch_size``, as TorchRL's ``EnvBase`` or a class of the user's own has. The
-    adapters of other distributions are asked before those of Gymnasium and PettingZoo.
+    An object with a ``batch_size`` counts as an `Env`, such as TorchRL's ``EnvBase``. The adapters
+    of other distributions are asked before those of Gymnasium and PettingZoo.
 
     Args:
         made: an environment of any kind.
-        options: what is asked of adapters.
+        options: options for the adapters.
 
     Raises:
-        TypeError: it is not an environment that any adapter knows, or several adapters know it.
-        ValueError: it is a batch of no environment.
+        TypeError: no adapter or more than one knows the environment.
+        ValueError: it is an empty batch of environments.
 
     Example:
         >>> import gymnasium
@@ -295,7 +296,7 @@ def as_env(made: Any, options: EnvOptions = _NONE) -> Env:
         'GymEnv'
     """
     if isinstance(getattr(made, "batch_size", None), torch.Size):
-        # First: environments that wrap another may pass on its spaces too.
+        # Checked first: a wrapper may also have the spaces of the environment inside.
         _check_steps(made)
         if given := options.given():
             configure: Callable[[EnvOptions], object] | None = optional(made, "configure")
@@ -338,7 +339,7 @@ def _adapted(made: Any, options: EnvOptions) -> Env:
 
 
 def _installed_adapters() -> tuple[dict[str, EnvironmentAdapter], str]:
-    """Return the adapters of other distributions by name, and a remark about those that fail."""
+    """Return the other distributions' adapters by name, and a remark about those that fail."""
     adapters: dict[str, EnvironmentAdapter] = {}
     broken = ""
     for entry in registry.installed(ADAPTERS):

@@ -1,4 +1,4 @@
-"""Environments of several agents that act at once: PettingZoo's parallel environments."""
+"""Multi-agent environments whose agents act at once: PettingZoo's parallel environments."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ __all__ = ["AgentsEnv"]
 
 
 class AgentsEnv:
-    """A parallel environment of PettingZoo: each agent has its entries under its own name.
+    """Adapts a PettingZoo parallel environment: each agent's entries are under its own name.
 
-    An agent has ``(agent, "observation")``, or the entries of its Dict space, and
-    ``(agent, "action")``; under ``"next"`` also ``(agent, "reward")`` and the flags
-    ``(agent, "done")``, ``(agent, "terminated")`` and ``(agent, "truncated")``. The episode ends
-    when all agents have left: with the flags ``"done"``, ``"terminated"`` and ``"truncated"`` at
-    the top. An agent that left before, or is not in ``agents`` from `reset` on, observes zeros, has
-    the reward 0, and ``(agent, "done")`` at the root. A policy takes the TensorDict and sets the
-    action of each agent.
+    An agent has ``(agent, "observation")``, or the entries of its Dict space, and ``(agent,
+    "action")``; under ``"next"`` also ``(agent, "reward")`` and the flags ``(agent, "done")``,
+    ``(agent, "terminated")`` and ``(agent, "truncated")``. The episode ends when all agents have
+    left; then the flags ``"done"``, ``"terminated"`` and ``"truncated"`` at the top level are set.
+    An agent that left earlier, or is not in ``agents`` after `reset`, observes zeros, has the
+    reward 0, and has ``(agent, "done")`` set at the root. A policy takes the TensorDict and sets
+    the action of each agent.
 
     Args:
         env: has ``possible_agents``; ``reset()`` and ``step(actions)``, which return dicts; and
-            ``agents``, the list of those that have not left, as PettingZoo requires.
+            ``agents``, the list of agents that have not left, as PettingZoo requires.
         options: see `sync_collector.envs.GymEnv`; a mask is looked for in each agent's observation
             and info.
 
     Raises:
-        TypeError: agents take turns in the environment (AEC), a space has no arrays, or the names
-            of agents cannot be those of entries.
+        TypeError: agents take turns in the environment (AEC), a space cannot be expressed with
+            arrays, or an agent's name cannot be used for entries.
 
     Example:
         >>> from gymnasium.spaces import Box, Discrete
@@ -69,7 +69,7 @@ class AgentsEnv:
     device = None
 
     def __init__(self, env: Any, options: EnvOptions | None = None) -> None:
-        # Not before there is an environment, which needs gymnasium for its spaces.
+        # Imported here: its spaces need gymnasium, which may not be installed.
         from sync_collector.envs.spaces import ObservationCodec, action_codec, check_maskable
 
         if hasattr(env, "agent_iter"):
@@ -150,7 +150,8 @@ class AgentsEnv:
                 if over or cut or not stays:
                     self._left[agent] = {"terminated": over or not cut, "truncated": cut}
             left = self._left.get(agent, {})
-            # What follows after an agent was cut short has a value; after its own end, nothing has.
+            # After a truncated agent the next state has a value; after a terminated one it has
+            # none.
             required = agent in present and not left.get("terminated")
             given = observations if agent in present else {}
             parts[agent] = {
@@ -159,14 +160,14 @@ class AgentsEnv:
                 "reward": torch.tensor([reward], dtype=torch.float32, device="cpu"),
             }
         ended = len(self._left) == len(self.agents)
-        # An episode was cut short if any agent was.
+        # The episode was truncated if any agent was.
         is_cut = ended and any(left.get("truncated") for left in self._left.values())
         whole = _flags({"terminated": ended and not is_cut, "truncated": is_cut})
         following = tensordict.get("next", TensorDict({}, batch_size=[]))
         return tensordict.set("next", following.update(_nested(parts, whole)))
 
     def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        """Put a random action of each agent's own stream; `set_seed` seeds these."""
+        """Add a random action of each agent's action space, seeded by `set_seed`."""
         for agent, space in self._spaces.items():
             mask = self._masks.get(agent)
             drawn = space.sample() if mask is None else space.sample(mask)
@@ -175,7 +176,7 @@ class AgentsEnv:
         return tensordict
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed by ``reset(seed=seed)``, and the random actions of each agent."""
+        """Seed by ``reset(seed=seed)``, and seed the random actions of each agent."""
         check_takes_seed(self._env)
         self._env.reset(seed=seed)
         for i, space in enumerate(self._spaces.values()):
@@ -183,7 +184,7 @@ class AgentsEnv:
         return seed if static_seed else next_seed(seed)
 
     def close(self) -> None:
-        """Close the environment inside."""
+        """Close the PettingZoo environment."""
         self.is_closed = True
         close_env(self._env)
 
@@ -192,7 +193,7 @@ class AgentsEnv:
         return type(self._env).__name__
 
     def _live(self) -> Collection[str]:
-        """Return the agents that have not left, as the environment says."""
+        """Return the agents that have not left, according to the environment."""
         live: Collection[str] | None = getattr(self._env, "agents", None)
         if live is None:
             raise TypeError(
@@ -256,7 +257,7 @@ class AgentsEnv:
         *,
         required: bool,
     ) -> dict[Any, Any]:
-        """Return the entries that an agent observed; zeros of one that has left."""
+        """Return the observations of an agent, zeros if it has left."""
         codec, reader = self._observations[agent], self._infos[agent]
         specs = {**codec.specs, **reader.specs}
         rows = {key: np.zeros((1, *spec.shape), spec.dtype) for key, spec in specs.items()}

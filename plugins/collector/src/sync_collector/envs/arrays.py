@@ -1,4 +1,4 @@
-"""Environments that compute with numpy arrays, and how they speak TensorDict."""
+"""Environments that compute with numpy arrays, and their TensorDict methods."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from sync_collector.envs.normal import no_flags, outcome_of, spread
 
-#: Arrays, or what numpy makes arrays of, by key: a string, or a tuple of them if nested.
+#: Arrays, or values that numpy converts to arrays, by key: a string, or a tuple for a nested one.
 Arrays: TypeAlias = Mapping[Any, Any]
-#: Observations, reward, terminated, truncated: scalars, or arrays of the shape of the batch.
+#: Observations, reward, terminated, truncated: scalars, or arrays of the batch shape.
 ArrayStep: TypeAlias = tuple[Arrays, Any, Any, Any]
 
-# The kinds of dtypes that hold a value or another one: flags and integers. Floats are rounded.
+# The dtype kinds whose values must be preserved exactly: flags and integers. Floats are rounded.
 _EXACT = "biu"
-# The kinds that numbers have; a cast from another one, such as complex, loses something.
+# The dtype kinds of real numbers; a cast from another kind, such as complex, loses information.
 REAL = "biuf"
 _TENSORDICT_METHODS = ("reset", "step", "step_and_maybe_reset", "rand_action")
 
@@ -31,10 +31,11 @@ class ArraySpec:
     """One entry of an observation.
 
     Args:
-        shape: its shape, without the batch dimensions of the environment.
-        dtype: its dtype. Values of the environment are cast to it; integers and flags that would
-            have other values are refused.
-        info: whether it is recorded only: no policy is given it for want of another observation.
+        shape: the shape without the batch dimensions of the environment.
+        dtype: the dtype to which values are cast; integers and flags whose value would change are
+            refused.
+        info: whether the entry is only recorded and not chosen as the single observation of a
+            policy.
     """
 
     shape: tuple[int, ...]
@@ -43,12 +44,12 @@ class ArraySpec:
 
 
 class ArrayEnv(ABC):
-    """An environment that gives arrays; a subclass writes the array methods and inherits the rest.
+    """Base class of environments that return arrays; a subclass writes only the array methods.
 
-    The TensorDict methods below call the array methods, so it is an `Env` like any other. A
-    collector whose policy takes and gives plain tensors calls the array methods itself and so
-    makes one TensorDict in a batch, not several in a step. It calls the TensorDict methods as
-    soon as a subclass overrides one of them.
+    The TensorDict methods call the array methods, so an instance is an `Env`. If the policy takes
+    and returns plain tensors, a collector calls the array methods directly and makes one TensorDict
+    per batch instead of several per step. If a subclass overrides a TensorDict method, the
+    collector calls the TensorDict methods.
 
     Example:
         >>> class Coin(ArrayEnv):
@@ -73,24 +74,25 @@ class ArrayEnv(ABC):
         """Begin an episode.
 
         Args:
-            mask: for a batch, where: bool, of the shape ``batch_size``. None means everywhere.
+            mask: where to begin an episode in a batch: bool, of the shape ``batch_size``. None
+                means everywhere.
 
         Returns:
-            The first observations. Outside the mask, they are not read.
+            The first observations. Values outside the mask are ignored.
         """
 
     @abstractmethod
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
-        """Act, and give the true outcome; the caller resets what has ended."""
+        """Act, and return the true outcome; the caller resets ended episodes."""
 
     def sample_action(self) -> np.ndarray[Any, Any]:
-        """A random action; needed only for collecting without a policy."""
+        """Return a random action; needed only for collecting without a policy."""
         raise NotImplementedError(
             f"{type(self).__name__} has no sample_action(); write it, or give a policy"
         )
 
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
-        """Begin an episode, in every environment or where ``tensordict["_reset"]`` says."""
+        """Begin an episode in every environment, or only where ``tensordict["_reset"]`` is set."""
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None or mask.all():
             return self._root(self.reset_arrays())
@@ -99,7 +101,7 @@ class ArrayEnv(ABC):
         return self._reset_where(mask, tensordict.exclude("_reset", "next"))
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        """Act as ``tensordict["action"]`` says, and put the outcome under ``"next"``."""
+        """Act with ``tensordict["action"]``, and put the outcome under ``"next"``."""
         step = self.step_arrays(as_array(tensordict["action"].detach().cpu()))
         observation, reward, terminated, truncated = step
         outcome = self._observation(observation)
@@ -114,7 +116,7 @@ class ArrayEnv(ABC):
     def step_and_maybe_reset(
         self, tensordict: TensorDictBase, /
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """`step`, and the root of the step after it: begun again where the episode has ended."""
+        """Call `step`; also return the root of the next step, reset where the episode ended."""
         tensordict = self.step(tensordict)
         root = tensordict["next"].exclude("reward")
         done = root["done"].reshape(self.batch_size)
@@ -125,7 +127,7 @@ class ArrayEnv(ABC):
         return tensordict, self._reset_where(done, root)
 
     def rand_action(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
-        """Put a random action under ``"action"``."""
+        """Set a random action under ``"action"``."""
         if tensordict is None:
             tensordict = TensorDict({}, batch_size=self.batch_size)
         return tensordict.set("action", torch.as_tensor(self.sample_action(), device="cpu"))
@@ -135,7 +137,7 @@ class ArrayEnv(ABC):
         return TensorDict(root, batch_size=self.batch_size)
 
     def _reset_where(self, mask: Tensor, root: TensorDictBase) -> TensorDictBase:
-        # Values that a policy carries from step to step are zero where an episode begins.
+        # Values that a policy carries from step to step are zero at the start of an episode.
         merged = root.copy()
         for key in root.keys(include_nested=True, leaves_only=True):
             old = root.get(key)
@@ -146,7 +148,7 @@ class ArrayEnv(ABC):
         return merged.update(no_flags(self.batch_size))
 
     def _observation(self, arrays: Arrays) -> dict[Any, Tensor]:
-        # Copied, since environments may give the array that their next step overwrites.
+        # Copied, since the environment may overwrite the array in its next step.
         rows = {
             key: np.empty((1, *self.batch_size, *spec.shape), spec.dtype)
             for key, spec in self.array_specs.items()
@@ -162,7 +164,7 @@ def entry(observation: Arrays, key: Any) -> Any:
     """Return the observations under a key.
 
     Raises:
-        TypeError: nothing was.
+        TypeError: the key is missing.
     """
     try:
         return observation[key]
@@ -171,7 +173,7 @@ def entry(observation: Arrays, key: Any) -> Any:
 
 
 def lacking(observation: Any, key: Any) -> TypeError:
-    """The error about an observation without an entry."""
+    """Return the error about an observation without an entry."""
     return TypeError(
         f"a {type(observation).__name__} was observed without {key!r}, which the environment "
         "declares; let reset() and step() give that in every observation, or take it out of its "
@@ -180,10 +182,10 @@ def lacking(observation: Any, key: Any) -> TypeError:
 
 
 def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: Arrays) -> None:
-    """Write what was observed into a row of each array.
+    """Write an observation into a row of each array.
 
     Raises:
-        TypeError: there is more of it, or less, than a row has, or a row would have other values.
+        TypeError: the shape does not fit the row, or the dtype would change a value.
     """
     for key, array in rows.items():
         values, row = entry(observation, key), array[where, ...]
@@ -192,7 +194,7 @@ def put_row(rows: Mapping[Any, np.ndarray[Any, Any]], where: int, observation: A
             and (row.dtype.kind in _EXACT or values.dtype.kind not in REAL)
         ):
             values = _held(key, as_numpy(values), row)
-        # Of too few, numpy would make a row by repeating them.
+        # Checked, since numpy would broadcast an observation that is too small.
         if values.size != row.size:
             raise _of_another_shape(key, values, row)
         try:
@@ -209,7 +211,7 @@ def _of_another_shape(key: Any, values: Any, row: Any) -> TypeError:
 
 
 def _held(key: Any, values: Any, row: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return what was observed as an array of a row's dtype."""
+    """Return an observation as an array of a row's dtype."""
     try:
         return cast(values, row.dtype)
     except OtherValueError as error:
@@ -220,14 +222,14 @@ def _held(key: Any, values: Any, row: np.ndarray[Any, Any]) -> np.ndarray[Any, A
 
 
 class OtherValueError(ValueError):
-    """A value that a dtype cannot hold; the message is the value and its own dtype."""
+    """A value that a dtype cannot hold; the message has the value and its dtype."""
 
 
 def cast(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return values as an array of a dtype; floats may be rounded to other floats.
 
     Raises:
-        OtherValueError: an integer or a flag would be another one, or a value is not a real number.
+        OtherValueError: an integer or a flag would change, or a value is not a real number.
 
     Example:
         >>> cast([0.0, 2.0], np.dtype(np.uint8))
@@ -252,7 +254,7 @@ def cast(values: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def check_flags(env: object, stepped: ArrayStep) -> None:
-    """Raise `TypeError` for a step without flags, which numpy would take for False."""
+    """Raise `TypeError` for a step without flags, which numpy would convert to False."""
     if stepped[2] is None or stepped[3] is None:
         raise TypeError(
             f"{type(env).__name__}.step_arrays() gave None for terminated or truncated; let it "
@@ -261,19 +263,19 @@ def check_flags(env: object, stepped: ArrayStep) -> None:
 
 
 class StepLostError(RuntimeError):
-    """A step was cut short, and environments that have acted in it would act twice."""
+    """A step was interrupted, and repeating it would step some environments twice."""
 
 
 def new_rows(
     specs: Mapping[Any, ArraySpec], shape: Sequence[int]
 ) -> dict[Any, np.ndarray[Any, Any]]:
-    """Return arrays for the observations of a batch of environments, still without values."""
+    """Return empty arrays for the observations of a batch of environments."""
     return {key: np.empty((*shape, *spec.shape), spec.dtype) for key, spec in specs.items()}
 
 
 @dataclass(slots=True)
 class _Step:
-    """A step of several environments: the action, their results, and how many have stepped."""
+    """A step of several environments: the action, the results, and the number of stepped ones."""
 
     action: np.ndarray[Any, Any]
     rows: dict[Any, np.ndarray[Any, Any]]
@@ -284,28 +286,28 @@ class _Step:
 
 
 class Stepper:
-    """Steps several environments one after the other, as a batch.
+    """Steps several environments in order, as a batch.
 
-    A step that an exception has cut short, in one of them, is continued by the next one with that
-    action: the environments before that one do not act twice.
+    If an exception in an environment interrupts a step, the next step with the same action
+    continues it, so that no environment is stepped twice.
     """
 
     def __init__(self) -> None:
         self._step: _Step | None = None
 
     def restart(self) -> None:
-        """Begin with the first environment in the next step."""
+        """Start the next step with the first environment."""
         self._step = None
 
     def run(
         self, env: ArrayEnv, action: np.ndarray[Any, Any], step: Callable[[int], ArrayStep]
     ) -> ArrayStep:
-        """Return the results of all.
+        """Return the results of all environments.
 
         Args:
-            env: the batch.
-            action: of each.
-            step: steps one, by its place.
+            env: the batched environment.
+            action: the actions, one per environment.
+            step: steps one environment, by index.
         """
         made = self._step
         if made is None or not np.array_equal(made.action, action):
@@ -322,18 +324,18 @@ class Stepper:
 
 
 def as_numpy(values: Any) -> Any:
-    """Return a tensor as an array; what is not a tensor is returned as it is."""
+    """Return a tensor as an array, and other values unchanged."""
     return as_array(values.detach().cpu()) if isinstance(values, Tensor) else values
 
 
 def as_array(action: Tensor) -> np.ndarray[Any, Any]:
-    """An action for `ArrayEnv.step_arrays`."""
-    # numpy has no bfloat16, and float32 has all of its values.
+    """Return an action as an array for `ArrayEnv.step_arrays`."""
+    # numpy has no bfloat16; float32 represents all of its values.
     return (action.float() if action.dtype == torch.bfloat16 else action).numpy()
 
 
 def speaks_arrays(env: object) -> TypeGuard[ArrayEnv]:
-    """Return whether stepping an environment by its array methods is the same as by its others."""
+    """Return whether an environment's array methods are equivalent to its TensorDict methods."""
     return isinstance(env, ArrayEnv) and all(
         getattr(type(env), name) is getattr(ArrayEnv, name) for name in _TENSORDICT_METHODS
     )

@@ -1,4 +1,4 @@
-"""A tiny environment that counts its steps: for tests, and to see what a collector gives."""
+"""A tiny environment that counts its steps, for tests and examples."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sync_collector.envs.normal import no_flags
 
 
 class CountingEnv:
-    """Observes how many steps its episode has; the reward is the action.
+    """Observes the number of steps in its episode; the reward is the action.
 
     The observation starts at 0, or after `set_seed` at the seed, and grows by one each step.
 
     Args:
         max_steps: the steps of an episode; for a batch, one number for all or one for each.
-        num_envs: how many environments are stepped together; None for a single one.
+        num_envs: the number of environments that are stepped together; None for a single one.
         truncate: whether episodes end ``truncated`` rather than ``terminated``.
 
     Example:
@@ -43,7 +43,7 @@ class CountingEnv:
         self._start = torch.zeros(*self.batch_size, 1, device="cpu")
 
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
-        """Begin at the start, everywhere or where ``tensordict["_reset"]`` says."""
+        """Begin an episode, in every environment or only where ``tensordict["_reset"]`` is set."""
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None:
             mask = torch.ones_like(self._steps, dtype=torch.bool)
@@ -67,22 +67,22 @@ class CountingEnv:
         return tensordict.set("next", following.update(outcome))
 
     def rand_action(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        """Put a random number between 0 and 1 under ``"action"``."""
+        """Set a random number between 0 and 1 as the ``"action"``."""
         return tensordict.set("action", torch.rand(*self.batch_size, 1, device="cpu"))
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Let observations start at the seed, and give the seed after it."""
+        """Let observations start at the seed, and return the next seed."""
         self._start = torch.full_like(self._start, float(seed))
         return seed if static_seed else seed + 1
 
     def save_state(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The steps made, and where they start."""
+        """Return the number of steps so far, and the first observation of episodes."""
         return self._steps.clone(), self._start.clone()
 
     def load_state(self, state: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Go on from there."""
+        """Restore a saved state."""
         self._steps, self._start = (tensor.clone() for tensor in state)
 
     def close(self) -> None:
-        """Say so in ``is_closed``."""
+        """Set ``is_closed``."""
         self.is_closed = True

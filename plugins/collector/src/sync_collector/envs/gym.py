@@ -1,4 +1,4 @@
-"""Gymnasium environments as environments for a collector, with entries of their infos."""
+"""Adapts Gymnasium environments, and records entries of their infos."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from sync_collector.envs.arrays import (
 )
 from sync_collector.envs.protocol import RESERVED, close_env
 
-#: The names of entries, whose values are float32 numbers; or a dtype or an `ArraySpec` for each. A
-#: tuple of names is a path into nested dicts.
+#: Names of entries of ``info``, or a mapping from names to a dtype or an `ArraySpec`; the default
+#: is a float32 number. A tuple of names is a path into nested dicts.
 InfoKeys: TypeAlias = Sequence[Any] | Mapping[Any, Any]
 
 
 class InfoReader:
-    """Reads some entries of ``info``; where one is missing, it is NaN, or 0 for integers.
+    """Reads some entries of ``info``; a missing one is NaN, or 0 for integers.
 
     Args:
-        info_keys: which entries.
-        observed: the keys of observations, which no entry may have.
+        info_keys: the entries.
+        observed: the keys of observations, which entries must not have.
 
     Raises:
-        ValueError: an entry has the name of something else in a frame.
+        ValueError: an entry has a name that is used for something else in a frame.
 
     Example:
         >>> InfoReader(["x"]).read({"x": 1, "y": 2})
@@ -64,8 +64,8 @@ class InfoReader:
         """Return the entries of a vector environment's infos.
 
         Args:
-            infos: a list with a dict for each environment, or a dict of arrays with masks.
-            number: how many environments there are.
+            infos: a list of dicts, one per environment, or a dict of arrays with masks.
+            number: the number of environments.
         """
         if isinstance(infos, Mapping):
             return {key: _column(key, spec, infos, number) for key, spec in self.specs.items()}
@@ -127,7 +127,7 @@ def _column(
     for name in _path(key):
         if not isinstance(values, Mapping) or name not in values:
             return column
-        # An entry that only some environments gave has a mask beside it.
+        # If only some environments gave the entry, there is also a mask.
         given = given & np.asarray(values.get(f"_{name}", True), np.bool_)
         values = values[name]
     for i in np.flatnonzero(given):
@@ -137,12 +137,12 @@ def _column(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvOptions:
-    """Options that a collector gives to environments; see `GymEnv`.
+    """Options that a collector passes to environments; see `GymEnv`.
 
     Args:
         info_keys: entries of ``info`` to record beside observations.
-        categorical: whether discrete values are indices; None for what the policy gives.
-        action_mask: the entry of the observation or of ``info`` that has the allowed actions.
+        categorical: whether discrete values are indices; None to accept what the policy returns.
+        action_mask: the entry of the observation or of ``info`` with the mask of allowed actions.
     """
 
     info_keys: InfoKeys = ()
@@ -150,15 +150,15 @@ class EnvOptions:
     action_mask: str | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given, by name."""
+        """Return the options that are set, by name."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, (), [], {})}
 
     def joined(self, others: EnvOptions) -> EnvOptions:
-        """Return these options and others.
+        """Merge these options with others.
 
         Raises:
-            ValueError: one has different values.
+            ValueError: an option has different values.
         """
         mine, theirs = self.given(), others.given()
         for name in mine.keys() & theirs.keys():
@@ -173,25 +173,25 @@ class EnvOptions:
 class GymEnv(ArrayEnv):
     """A Gymnasium environment, or several that are stepped together.
 
-    Observations are found under ``"observation"``, those of a Dict space under its keys. What an
-    episode ended with is never lost to a reset: ``"next"`` holds it.
+    Observations are under ``"observation"``, those of a Dict space under the keys of the space. A
+    reset never hides the last observation of an episode: ``"next"`` has it.
 
     Args:
         env: the id of a registered environment, or a function that makes one.
-        num_envs: how many are stepped together, one after the other, as a batch of this shape;
-            None for a single one without a batch dimension.
-        categorical: give and take discrete values as int64 indices, or as int64 one-hot vectors. By
-            default, actions may be either: the policy's first one decides; the rest is one-hot.
+        num_envs: the number of environments that are stepped in order as one batch; None for a
+            single environment without a batch dimension.
+        categorical: whether discrete values are int64 indices or int64 one-hot vectors. By default,
+            the policy's first action decides for actions, and other values are one-hot.
         info_keys: entries of ``info`` to record beside observations, such as ``["x_position"]``:
-            float32 numbers, NaN where there is none; a mapping gives each its dtype or
-            `ArraySpec`, and a tuple is a path: ``("episode", "r")``.
-        action_mask: the entry of the observation, or of ``info``, that has 1 for each action that
-            is allowed and else 0; random actions keep to it. Only for Discrete actions.
-        **make_options: given to ``gymnasium.make`` with the id.
+            float32 numbers, NaN for missing ones. A mapping sets the dtype or `ArraySpec` of each,
+            and a tuple is a path: ``("episode", "r")``.
+        action_mask: the entry of the observation, or of ``info``, that has 1 for each allowed
+            action and 0 for others; random actions respect it. Only for Discrete actions.
+        **make_options: arguments of ``gymnasium.make``.
 
     Raises:
         ImportError: gymnasium is not installed.
-        TypeError: a space that cannot be expressed with arrays.
+        TypeError: a space cannot be expressed with arrays.
 
     Example:
         >>> env = GymEnv("CartPole-v1")
@@ -232,16 +232,16 @@ class GymEnv(ArrayEnv):
         self._set_up()
 
     def configure(self, options: EnvOptions) -> None:
-        """Take what a collector asks for; what was given when this was made stays.
+        """Set the collector's options; options from the constructor are kept.
 
         Raises:
-            ValueError: an option was given here too, with another value.
+            ValueError: an option has another value in the constructor.
         """
         self._options = self._options.joined(options)
         self._set_up()
 
     def _set_up(self) -> None:
-        # Not before it is known that gymnasium is there.
+        # Imported here, since gymnasium may not be installed.
         from sync_collector.envs.spaces import ObservationCodec, action_codec, check_maskable
 
         options, first = self._options, self._envs[0]
@@ -256,16 +256,16 @@ class GymEnv(ArrayEnv):
         self.array_specs = {**observation.specs, **extra}
         if options.action_mask is not None:
             check_maskable(first.action_space)
-        # The allowed actions of each environment, where they are masked.
+        # The allowed actions of each environment, if actions are masked.
         self._masks: list[Any] = [None] * len(self._envs)
 
     @property
     def envs(self) -> tuple[Any, ...]:
-        """The Gymnasium environments inside."""
+        """The Gymnasium environments."""
         return tuple(self._envs)
 
     def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
-        """Begin an episode, for a batch where the mask says."""
+        """Begin an episode, in a batch only where the mask is True."""
         if self._single:
             return self._begun(0)
         self._stepper.restart()
@@ -282,7 +282,7 @@ class GymEnv(ArrayEnv):
         return self._stepper.run(self, action, lambda i: self._stepped(i, action[i]))
 
     def sample_action(self) -> np.ndarray[Any, Any]:
-        """A random action of each environment's own stream; `set_seed` seeds it."""
+        """Return a random action from each action space; `set_seed` seeds them."""
         drawn = (
             env.action_space.sample() if mask is None else env.action_space.sample(mask)
             for env, mask in zip(self._envs, self._masks, strict=True)
@@ -291,14 +291,14 @@ class GymEnv(ArrayEnv):
         return np.array(samples[0] if self._single else samples, dtype=self._action.spec.dtype)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed by ``reset(seed=seed)``, every environment of a batch with its own seed.
+        """Seed by ``reset(seed=seed)``; each environment of a batch gets its own seed.
 
         Args:
             seed: for the first environment; each next one gets a seed derived from it.
-            static_seed: give all of them the same.
+            static_seed: give all environments the same seed.
 
         Returns:
-            The seed for the next environment in line.
+            The seed for the next environment.
         """
         for env in self._envs:
             check_takes_seed(env)
@@ -309,27 +309,27 @@ class GymEnv(ArrayEnv):
         return seed
 
     def save_state(self) -> bytes | None:
-        """The environments inside, pickled; None if that would lose what they are about to do.
+        """Return the pickled environments; None if pickling would lose their state.
 
-        Those of MuJoCo and Box2D pickle how they were made, and not their state.
+        MuJoCo and Box2D environments pickle only their constructor arguments.
         """
         if any(map(_is_made_anew, self._envs)):
             return None
         try:
             return pickle.dumps((self._envs, self._masks))
         except Exception:
-            # Objects that hold a lock or a pointer raise their own exceptions.
+            # Objects with a lock or a pointer raise exceptions of their own when pickled.
             return None
 
     def load_state(self, state: bytes) -> None:
-        """Go on with the environments that were pickled."""
+        """Restore the pickled environments."""
         self._stepper.restart()
         for env in self._envs:
             close_env(env)
         self._envs, self._masks = pickle.loads(state)
 
     def close(self) -> None:
-        """Close the environments inside."""
+        """Close the Gymnasium environments."""
         self.is_closed = True
         for env in self._envs:
             close_env(env)
@@ -364,7 +364,7 @@ class GymEnv(ArrayEnv):
 
 
 def _is_made_anew(env: Any) -> bool:
-    """Return whether an environment pickles by its constructor's arguments alone."""
+    """Return whether an environment pickles only its constructor's arguments."""
     from gymnasium import Wrapper
     from gymnasium.utils import EzPickle
 
@@ -381,7 +381,7 @@ def _of_another_interface(env: Any, method: str, wanted: str) -> TypeError:
 
 
 def unwrapped(env: Any) -> Any:
-    """The environment inside of wrappers; one that only is like Gymnasium's has none."""
+    """Return the environment inside Gymnasium wrappers, or the environment itself."""
     return getattr(env, "unwrapped", env)
 
 
@@ -396,7 +396,7 @@ def check_takes_seed(env: Any) -> None:
 
 
 def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
-    """The error about a reward that is not a number."""
+    """Return the error about a reward that is not a number."""
     given = " ".join(reprlib.repr(reward).split())
     return TypeError(
         f"{type(unwrapped(env)).__name__} gave the reward {given}; let its step() return {wanted}"
@@ -404,7 +404,7 @@ def wrong_reward(reward: Any, env: Any, wanted: str) -> TypeError:
 
 
 def number_of(reward: Any, env: Any) -> float:
-    """A reward without the dimension of size 1 that some environments give it."""
+    """Return a reward without the dimension of size 1 that some environments add."""
     try:
         return float(reward.reshape(()) if isinstance(reward, np.ndarray) else reward)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -412,7 +412,7 @@ def number_of(reward: Any, env: Any) -> float:
 
 
 def wrong_flag(flag: Any, env: Any, name: str, wanted: str) -> TypeError:
-    """The error about a flag that is neither True nor False."""
+    """Return the error about a flag that is neither True nor False."""
     given = " ".join(reprlib.repr(flag).split())
     return TypeError(
         f"{type(unwrapped(env)).__name__} gave {given} for {name!r}; let its step() return {wanted}"
@@ -420,7 +420,7 @@ def wrong_flag(flag: Any, env: Any, name: str, wanted: str) -> TypeError:
 
 
 def flag_of(flag: Any, env: Any, name: str) -> bool:
-    """A flag, such as one of numpy or torch, as a bool."""
+    """Return a flag, such as one of numpy or torch, as a bool."""
     value = np.asarray(as_numpy(flag))
     if value.size != 1 or value.dtype.kind not in REAL or value.item() not in (0, 1):
         raise wrong_flag(flag, env, name, "True or False")
@@ -428,7 +428,7 @@ def flag_of(flag: Any, env: Any, name: str) -> bool:
 
 
 def next_seed(seed: int) -> int:
-    """A seed for the next environment in line, whose random numbers are unrelated.
+    """Return a seed for the next environment, with unrelated random numbers.
 
     Example:
         >>> next_seed(0), next_seed(1)
@@ -448,5 +448,5 @@ def _maker(env: str | Callable[[], Any], options: dict[str, Any]) -> Callable[[]
         if options:
             raise TypeError(f"options {sorted(options)} go with an id; {env!r} takes none")
         return env
-    # Gymnasium's checker looks for mistakes of an environment's author, at each step.
+    # Gymnasium's checker tests for mistakes of an environment's author at each step.
     return lambda: gymnasium.make(env, **{"disable_env_checker": True, **options})

@@ -1,4 +1,4 @@
-"""Ends episodes after so many steps, in any environment."""
+"""Truncates episodes after a number of steps, in any environment."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from sync_collector.envs.arrays import ArrayEnv, Arrays, ArraySpec, ArrayStep, s
 from sync_collector.envs.normal import Conventions
 from sync_collector.envs.protocol import Env, following_of, load_env, reset_env, save_env
 
-#: Where the number of steps since the last reset is found.
+#: The key of the number of steps since the last reset.
 STEP_COUNT = "step_count"
 
 
 def limit_frames(env: Env, max_frames: int) -> Env:
-    """The environment, but for episodes that are truncated after ``max_frames`` steps.
+    """Wrap an environment: episodes are truncated after ``max_frames`` steps.
 
-    It counts them under ``"step_count"``.
+    The steps are counted under ``"step_count"``.
 
     Args:
         env: any environment.
         max_frames: the most steps of an episode.
 
     Raises:
-        ValueError: the environment has its own ``"step_count"``; at its first reset, if it
-            does not say so earlier.
+        ValueError: the environment has its own ``"step_count"``; raised at the first reset if its
+            specs do not show it.
 
     Example:
         >>> from sync_collector.envs import CountingEnv
@@ -81,7 +81,7 @@ class _LimitedArrays(ArrayEnv):
 
 
 class _LimitedTensorDicts:
-    #: It would reset before the limit was seen; the caller resets.
+    #: Hidden, since it would reset before the limit is checked; the caller resets.
     step_and_maybe_reset = None
 
     def __init__(self, env: Env, max_frames: int) -> None:
@@ -105,12 +105,13 @@ class _LimitedTensorDicts:
         else:
             root = reset_env(self._env, tensordict)
             self._count = torch.where(where.unsqueeze(-1), 0, self._count)
-        # Values set here and below would come back from an environment that keeps its own.
+        # Copied: an environment that keeps its TensorDict would return the values set here and
+        # below.
         return root.copy().set(STEP_COUNT, self._count)
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
         stepped = self._env.step(tensordict)
-        # Before the copy, which what is not a TensorDict cannot be asked for.
+        # Checked before the copy: only a TensorDict can be copied.
         following_of(self._env, tensordict, stepped)
         stepped = stepped.copy()
         self._count = self._count + 1

@@ -1,4 +1,4 @@
-"""The normal form of reward and flags in a batch."""
+"""Normalises rewards and flags in a batch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from sync_collector.envs.protocol import FLAGS, Env, optional
 
 Leaves: TypeAlias = dict[Any, Tensor]
 
-#: Where a reset of a part of a batch is asked for.
+#: The key of a request to reset a part of a batch.
 RESET = "_reset"
 
 
 class Conventions:
     """The keys of an environment's action, reward and flags, and their shapes.
 
-    In a batch, a reward is float32 and a flag bool, both with a trailing dimension of size 1, and
-    ``done``, ``terminated`` and ``truncated`` are all there. Where an environment gives only
-    ``done``, that is ``terminated``.
+    In a batch, rewards are float32 and flags are bool, with a trailing dimension of size 1. The
+    flags are ``done``, ``terminated`` and ``truncated``. If an environment returns only ``done``,
+    it counts as ``terminated``.
 
     Args:
-        env: the environment; its ``action_keys``, ``reward_keys`` and ``done_keys`` count where it
+        env: the environment. Its ``action_keys``, ``reward_keys`` and ``done_keys`` are used if it
             has them.
 
     Example:
@@ -47,7 +47,7 @@ class Conventions:
         self._batch_dims = len(env.batch_size)
         done_keys = [_path(key) for key in _declared(env, "done")]
         self._groups = tuple(dict.fromkeys(path[:-1] for path in done_keys))
-        # A flag of the whole environment tells more than those of its parts.
+        # If there is a flag of the whole environment, it decides instead of those of its parts.
         self._decisive = ((),) if () in self._groups else self._groups
         #: The keys of the flags that say whether an episode has ended.
         self.decisive_keys = tuple(
@@ -60,14 +60,14 @@ class Conventions:
         return frozenset(_key((*group, name)) for group in self._groups for name in FLAGS)
 
     def outcome(self, leaves: Mapping[Any, Tensor], dims: int) -> Leaves:
-        """Return the results of steps, with reward and flags in the normal form.
+        """Return the outcome of steps, with reward and flags in the normal form.
 
         Args:
-            leaves: what the environment gave, by key.
-            dims: how many dimensions come before those of the values.
+            leaves: the tensors of the environment, by key.
+            dims: the number of batch dimensions before those of the values.
 
         Raises:
-            KeyError: there is no flag that says whether an episode has ended.
+            KeyError: no flag says whether an episode has ended.
         """
         made = dict(leaves)
         for key in self.reward_keys:
@@ -78,12 +78,12 @@ class Conventions:
         return made
 
     def root(self, leaves: Mapping[Any, Tensor], outcome: Leaves, dims: int) -> Leaves:
-        """Return the observations before steps, with the flags of episodes that continue.
+        """Return the observations before steps, with the flags of unfinished episodes.
 
-        A part of an environment whose other parts continue without it has the flags that were seen.
+        An ended part of an environment, whose other parts continue, keeps its own flags.
 
         Args:
-            leaves: what was seen, by key.
+            leaves: the observations, by key.
             outcome: the result of the step.
             dims: see `outcome`.
         """
@@ -95,7 +95,7 @@ class Conventions:
         return made
 
     def ended(self, leaves: Mapping[Any, Tensor], dims: int) -> Tensor:
-        """Return where an episode has ended; the flag of any part ends it for all parts."""
+        """Return the mask of ended episodes; the flag of any part ends the episode of all parts."""
         ended = [
             self._flags(leaves, group, dims)[_key((*group, "done"))].flatten(dims).any(-1)
             for group in self._decisive
@@ -103,20 +103,20 @@ class Conventions:
         return torch.stack(ended).any(0)
 
     def ended_now(self, following: TensorDictBase) -> Tensor:
-        """Return where an episode has ended with one step, in the environment's batch shape."""
+        """Return which episodes ended with one step, in the environment's batch shape."""
         given = [following.get(key, None) for key in self.decisive_keys]
-        # Once in a step, so by no more operations than it takes.
+        # Called once per step, so this uses as few operations as possible.
         ended = [_whole(flag, self._batch_dims) for flag in given if flag is not None]
         if not ended:
             raise self._without_flags(self._decisive[0])
         return functools.reduce(operator.or_, ended)
 
     def truncate(self, following: TensorDictBase, where: Tensor) -> None:
-        """Set the flags of an episode that was cut short in the outcome of a step.
+        """Set the flags of a truncated episode in the outcome of a step.
 
         Args:
             following: the outcome, changed in place.
-            where: of the shape of the environment's batch.
+            where: the truncated episodes, in the environment's batch shape.
         """
         given = {key: following.get(key, None) for key in self.flag_keys}
         leaves = {key: value for key, value in given.items() if value is not None}
@@ -125,22 +125,23 @@ class Conventions:
             some = next(leaves[key] for key in flags if key in leaves)
             for key, flag in flags.items():
                 over = flag if key == _key((*group, "terminated")) else flag | spread(where, flag)
-                # Of the environment's own shape: where only a part is reset, they meet its flags.
+                # In the environment's own shape: a partial reset combines them with the
+                # environment's flags.
                 following.set(key, over.reshape(leaves.get(key, some).shape))
 
     def clear(self, root: TensorDictBase, where: Tensor) -> None:
-        """Set the flags of an episode that continues, in place, where another has begun."""
+        """Clear the flags in place where a new episode has begun."""
         for key in self.flag_keys:
             flag = root.get(key, None)
             if flag is not None:
                 root.set(key, flag.to(torch.bool) & ~spread(where, flag))
 
     def reset_request(self, root: TensorDictBase, where: Tensor) -> TensorDictBase:
-        """A TensorDict that asks an environment for a reset of a part of its batch.
+        """Return a TensorDict that asks an environment to reset a part of its batch.
 
         Args:
-            root: what continues elsewhere, with flags.
-            where: of the shape of the environment's batch.
+            root: the root of the other environments, with flags.
+            where: the environments to reset, in the environment's batch shape.
         """
         request: TensorDictBase = root.copy()
         for group in self._decisive:
@@ -151,7 +152,7 @@ class Conventions:
         return request
 
     def to_reset(self, request: TensorDictBase) -> Tensor | None:
-        """Return where a reset is asked for, in the environment's batch shape; None: everywhere."""
+        """Return the requested reset mask in the environment's batch shape; None for all."""
         masks = [request.get(_key((*group, RESET)), None) for group in self._decisive]
         given = [mask.flatten(self._batch_dims).any(-1) for mask in masks if mask is not None]
         return torch.stack(given).any(0) if given else None
@@ -179,7 +180,7 @@ class Conventions:
 
 
 def outcome_of(reward: Tensor, terminated: Tensor, truncated: Tensor) -> Leaves:
-    """Reward and flags of an environment that gives them without a trailing dimension."""
+    """Return reward and flags, with a trailing dimension added if the environment omits it."""
     return {
         "reward": reward.to(torch.float32).unsqueeze(-1),
         "done": (terminated | truncated).unsqueeze(-1),
@@ -189,17 +190,17 @@ def outcome_of(reward: Tensor, terminated: Tensor, truncated: Tensor) -> Leaves:
 
 
 def no_flags(shape: Sequence[int]) -> Leaves:
-    """The flags of an episode that continues."""
+    """Return the flags of an unfinished episode."""
     return {name: torch.zeros(*shape, 1, dtype=torch.bool, device="cpu") for name in FLAGS}
 
 
 def spread(where: Tensor, like: Tensor) -> Tensor:
-    """A mask of a batch, with as many dimensions as another tensor of the batch has."""
+    """Expand a batch mask to as many dimensions as another tensor of the batch."""
     return where.reshape(where.shape + (1,) * (like.ndim - where.ndim))
 
 
 def _whole(flag: Tensor, dims: int) -> Tensor:
-    """Return where any part of a flag is set, without the dimensions of the value."""
+    """Return where any part of a flag is set, without the value dimensions."""
     flag = flag.to(torch.bool)
     if flag.ndim == dims:
         return flag

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
 
-#: The flags that say whether an episode continues. Each has a trailing dimension of size 1.
+#: The flags of an episode. Each has a trailing dimension of size 1.
 FLAGS = ("done", "terminated", "truncated")
-#: What stands beside the observations in a batch, so that nothing observed has such a name.
+#: Keys that stand beside observations in a batch, and that observations must not use.
 RESERVED = frozenset({*FLAGS, "action", "reward", "next", "policy_version", "collector"})
 
 
@@ -21,22 +21,22 @@ class Env(Protocol):
     Every flag and the reward have a trailing dimension of size 1; flags are bool, the reward is
     float32, and ``done`` is ``terminated | truncated``.
 
-    An environment may have more, which is used where it exists (`optional`):
+    An environment may have these optional members:
 
-    - ``step_and_maybe_reset(td)``: `step`, then a reset of what is done; gives the TensorDict of
-      the step and the root of the next one. Without it, a collector calls `reset`, for a batch
-      with a ``"_reset"`` mask.
-    - ``rand_action(td)``: put a random action into ``td``; else ``action_spec.rand()`` gives one.
-      A collector without a policy needs one of the two.
-    - ``set_seed(seed)``: seed, and give the seed for the next environment in line.
-    - ``save_state()`` and ``load_state(state)``: the state to continue from, as something that
-      pickles; None for what cannot be saved. Without it, a collector that continues from a saved
-      state begins new episodes.
+    - ``step_and_maybe_reset(td)``: call `step` and then reset the ended episodes; return the
+      TensorDict of the step and the root of the next one. Without it, a collector calls `reset`,
+      with a ``"_reset"`` mask for a batch.
+    - ``rand_action(td)``: set a random action in ``td``. A collector without a policy needs this
+      method or ``action_spec.rand()``.
+    - ``set_seed(seed)``: seed, and return the seed for the next environment.
+    - ``save_state()`` and ``load_state(state)``: save and restore the state, as a picklable object;
+      None if it cannot be saved. Without them, a collector that continues from a saved state begins
+      new episodes.
     - ``close()``, and ``is_closed``.
 
-    TorchRL's ``EnvBase`` has all of it but the saving. An environment that computes with arrays
-    does best to subclass `sync_collector.envs.ArrayEnv`, which a collector steps without making
-    TensorDicts.
+    TorchRL's ``EnvBase`` has all of them except ``save_state`` and ``load_state``. For an
+    environment that computes with arrays, subclass `sync_collector.envs.ArrayEnv`: a collector
+    steps it without making TensorDicts.
     """
 
     @property
@@ -44,31 +44,31 @@ class Env(Protocol):
         """The shape of the batch of environments; empty for a single one."""
 
     def reset(self, tensordict: TensorDictBase | None = None, /) -> TensorDictBase:
-        """Begin an episode, in every environment or where ``tensordict["_reset"]`` says.
+        """Begin an episode in every environment, or only where ``tensordict["_reset"]`` is set.
 
         Returns:
-            The observation, and all flags False. Outside the mask, the rows are not read.
+            The observation, and all flags False. Rows outside the mask are ignored.
         """
 
     def step(self, tensordict: TensorDictBase, /) -> TensorDictBase:
-        """Act as ``tensordict["action"]`` says.
+        """Act with ``tensordict["action"]``.
 
         Returns:
-            The same TensorDict, with the true outcome under ``"next"``: the observation, the
-            reward and the flags, also at the end of an episode. Values that a policy set there for
-            its own next step stays.
+            The same TensorDict, with the true outcome under ``"next"``: the observation, the reward
+            and the flags, also at the end of an episode. Values that a policy set there for its
+            next step are kept.
         """
 
 
 def reset_env(env: Env, request: TensorDictBase | None = None) -> TensorDictBase:
-    """Begin an episode; what is seen first.
+    """Begin an episode, and return its first observation.
 
     Args:
         env: the environment.
-        request: says where to reset; None for everywhere.
+        request: a TensorDict that says where to reset; None for everywhere.
 
     Raises:
-        TypeError: what the environment gave is not a TensorDict.
+        TypeError: the environment did not return a TensorDict.
     """
     root = env.reset() if request is None else env.reset(request)
     if not is_tensor_collection(root):
@@ -81,18 +81,18 @@ def reset_env(env: Env, request: TensorDictBase | None = None) -> TensorDictBase
 
 
 def following_of(env: Env, given: TensorDictBase, stepped: Any) -> TensorDictBase:
-    """Return the result of a step.
+    """Return the outcome in the result of a step.
 
     Args:
         env: the environment.
-        given: what its step was given.
-        stepped: what its step gave.
+        given: the TensorDict passed to the step.
+        stepped: the result of the step.
 
     Raises:
-        TypeError: that is not a TensorDict with the outcome in it.
+        TypeError: the result is not a TensorDict with an outcome.
     """
     cause = None
-    # Asked first, since it is so in every step of most environments, and costs nothing.
+    # Checked first, since it holds in every step of most environments and costs nothing.
     if stepped is given or is_tensor_collection(stepped):
         try:
             following: TensorDictBase = stepped["next"]
@@ -109,10 +109,10 @@ def following_of(env: Env, given: TensorDictBase, stepped: Any) -> TensorDictBas
 
 
 def seed_env(env: Env, seed: int, static_seed: bool = False) -> int:
-    """Seed an environment; the seed for the next one in line.
+    """Seed an environment, and return the seed for the next one.
 
     Raises:
-        TypeError: it has no way to be seeded.
+        TypeError: it cannot be seeded.
     """
     set_seed = optional(env, "set_seed")
     if set_seed is None:
@@ -121,18 +121,18 @@ def seed_env(env: Env, seed: int, static_seed: bool = False) -> int:
 
 
 def save_env(env: Env) -> Any:
-    """The state of an environment; None if it cannot be saved."""
+    """Return the state of an environment; None if it cannot be saved."""
     save = optional(env, "save_state")
     return None if save is None else save()
 
 
 def load_env(env: Any, state: Any) -> None:
-    """Let an environment continue from its saved state."""
+    """Restore the saved state of an environment."""
     env.load_state(state)
 
 
 def close_env(env: Any) -> None:
-    """Close an environment that can be closed and is not."""
+    """Close an environment, unless it is closed or has no ``close()``."""
     close = optional(env, "close")
     if close is not None and not optional(env, "is_closed"):
         close()
@@ -140,7 +140,7 @@ def close_env(env: Any) -> None:
 
 @contextmanager
 def closed_on_error(envs: Collection[Env]) -> Iterator[None]:
-    """Close environments if what is done with them fails; what they raise then is noted."""
+    """Close environments if the block raises; add a note if closing fails too."""
     try:
         yield
     except BaseException as error:
@@ -153,7 +153,7 @@ def closed_on_error(envs: Collection[Env]) -> Iterator[None]:
 
 
 def optional(env: Env, name: str) -> Callable[..., Any] | None:
-    """A member that an environment may have and need not have."""
+    """Return an optional member of an environment; None if it has none."""
     member: Callable[..., Any] | None = getattr(env, name, None)
     return member
 
@@ -161,10 +161,10 @@ def optional(env: Env, name: str) -> Callable[..., Any] | None:
 def random_policy(
     env: Env, action_key: Any = "action"
 ) -> Callable[[TensorDictBase], TensorDictBase]:
-    """The policy of random actions.
+    """Return the policy of random actions.
 
     Raises:
-        TypeError: the environment has no way to make one.
+        TypeError: the environment has no way to make random actions.
     """
     rand_action = optional(env, "rand_action")
     if rand_action is not None:

@@ -1,4 +1,4 @@
-"""Simulators of many environments, in the form in which `VectorGymEnv` steps them."""
+"""Prepares vector environments and simulators for `VectorGymEnv`."""
 
 from __future__ import annotations
 
@@ -24,46 +24,45 @@ __all__ = [
 def autoreset_mode(env: Any) -> AutoresetMode:
     """Return when an environment begins its next episode.
 
-    A vector environment of Gymnasium that does not say so resets with the next step, and any other
-    simulator within the step that ends an episode, as those on GPUs do.
+    If it has no ``autoreset_mode``, a Gymnasium vector environment resets in the next step, and any
+    other simulator in the step that ends an episode, as GPU simulators do.
     """
     default = AutoresetMode.NEXT_STEP if isinstance(env, VectorEnv) else AutoresetMode.SAME_STEP
     return AutoresetMode((getattr(env, "metadata", None) or {}).get("autoreset_mode", default))
 
 
 def obeys_masks(env: Any) -> bool:
-    """Return whether ``reset(options={"reset_mask": …})`` is known to reset a part only."""
+    """Return whether ``reset(options={"reset_mask": …})`` is known to reset only a part."""
     inner = _inner(env)
     if isinstance(inner, AsyncVectorEnv):
-        # Its workers forget a reset that is due only where they share memory.
+        # Only with shared memory does a reset by mask cancel a worker's pending autoreset.
         return bool(inner.shared_memory)
     named = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(inner).__mro__}
     is_ours = isinstance(inner, EnvPoolVector) or getattr(inner.reset, "resets_parts", False)
     return is_ours or isinstance(inner, SyncVectorEnv) or not named.isdisjoint(_OBEDIENT)
 
 
-#: Classes of other distributions whose ``reset`` takes a mask.
+#: Classes of other distributions whose ``reset`` accepts a mask.
 _OBEDIENT = frozenset({"ale_py.vector_env.AtariVectorEnv"})
 
 
 def takes_seeds(env: Any) -> bool:
-    """Return whether ``reset(seed=…)`` takes one for each environment."""
+    """Return whether ``reset(seed=…)`` accepts one seed per environment."""
     return isinstance(_inner(env), AsyncVectorEnv | SyncVectorEnv)
 
 
 def resettable(env: Any) -> Any:
-    """Return a simulator such that it can reset a part, if that is possible.
+    """Return a simulator that can reset a part of its environments, if possible.
 
     Args:
-        env: a vector environment, made by ``gymnasium.make_vec`` or otherwise, or a simulator like
-            it.
+        env: a vector environment, or a simulator with the same interface.
 
     Returns:
-        The environment itself, or where it resets with the next step only, one of single
-        environments.
+        The environment itself; or a vector of single environments, if it can reset only in the next
+        step.
 
     Warns:
-        UserWarning: another one was made in its place.
+        UserWarning: another environment was made in its place.
     """
     if is_pool(env):
         return EnvPoolVector(env)
@@ -74,7 +73,7 @@ def resettable(env: Any) -> Any:
     if isinstance(inner, CartPoleVectorEnv) and kind.reset is CartPoleVectorEnv.reset:
         _let_reset_parts(inner)
         return env
-    # With wrappers around it, another one would lack them.
+    # A new environment would lack the wrappers around this one.
     if env is not inner or env.spec is None:
         return env
     warnings.warn(
@@ -89,12 +88,12 @@ def resettable(env: Any) -> Any:
     return single
 
 
-# Arguments of make_vec that it adds to those of the environment.
+# Arguments that make_vec itself takes; the others go to the environment.
 _OF_VECTORS = ("num_envs", "vectorization_mode")
 
 
 def _let_reset_parts(env: CartPoleVectorEnv) -> None:
-    """Let Gymnasium's CartPole begin the episodes of a mask by a reset, not by its next step."""
+    """Let Gymnasium's CartPole reset the environments of a mask at once, not in its next step."""
     whole = env.reset
 
     def reset(*, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -111,21 +110,21 @@ def _let_reset_parts(env: CartPoleVectorEnv) -> None:
 
 
 def is_pool(env: Any) -> bool:
-    """Return whether an environment is one of EnvPool's, whose methods take numbers of some."""
+    """Return whether an environment is an EnvPool, whose methods take environment ids."""
     return hasattr(env, "all_env_ids") and hasattr(env, "config")
 
 
 class EnvPoolVector(VectorEnv[Any, Any, Any]):
-    """A pool of EnvPool, as a vector environment of Gymnasium.
+    """Adapts an EnvPool to Gymnasium's vector interface.
 
-    A pool resets an environment with the step after its last one, or when ``reset`` has its number.
+    A pool resets an environment in the step after its episode ended, or when ``reset`` gets its id.
 
     Args:
-        pool: made by ``envpool.make_gymnasium``, or by ``envpool.make(…, env_type="gymnasium")``,
-            with a ``batch_size`` of all environments.
+        pool: a pool of ``envpool.make_gymnasium`` or ``envpool.make(…, env_type="gymnasium")``
+            whose ``batch_size`` is the number of environments.
 
     Raises:
-        TypeError: it gives only some environments in each step.
+        TypeError: its steps return only some of the environments.
     """
 
     def __init__(self, pool: Any) -> None:

@@ -1,4 +1,4 @@
-"""Conversion of values of Gymnasium spaces to arrays, and back."""
+"""Converts values of Gymnasium spaces to arrays and back."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ Key: TypeAlias = str | tuple[str, ...]
 
 
 class Codec(ABC):
-    """Translates the values of one space."""
+    """Converts the values of one space."""
 
     spec: ArraySpec
 
     @abstractmethod
     def encode(self, value: Any) -> Any:
-        """The array that stands for a value of the space."""
+        """Return a value of the space as an array."""
 
     @abstractmethod
     def decode(self, array: Array) -> Any:
-        """The value of the space that an array stands for."""
+        """Return the value of the space that an array encodes."""
 
     def encode_batch(self, values: Any) -> Any:
-        """The arrays that stand for several values of the space, as one array."""
+        """Return several values of the space as one array."""
         return np.stack([self.encode(value) for value in values])
 
     def decode_batch(self, arrays: Array) -> Any:
-        """Several values of the space, as Gymnasium's vector environments take them."""
+        """Return several values of the space in the form of Gymnasium's vector environments."""
         return np.array([self.decode(array) for array in arrays])
 
 
 class Same(Codec):
-    """Boxes and the like: the values are arrays already."""
+    """For Box and similar spaces, whose values are arrays already."""
 
     def __init__(self, space: Any) -> None:
         self.spec = ArraySpec(tuple(space.shape), np.dtype(space.dtype))
         self._space = space
-        # Whether a value of another dtype may be lost; between floats it is rounded.
+        # Whether a cast from another dtype may lose the value; floats may be rounded to floats.
         self._is_exact = self.spec.dtype.kind in "biu"
         self._is_binary = isinstance(space, spaces.MultiBinary)
 
@@ -68,11 +68,12 @@ class Same(Codec):
         return self._decoded(arrays)
 
     def _decoded(self, array: Array) -> Any:
-        # On arrays this short, a set is faster than numpy.
+        # For such short arrays, a set is faster than numpy.
         if self._is_binary and not _BINARY.issuperset(array.ravel().tolist()):
             raise _outside("action", f"{array.tolist()}", self._space, _FIT_BINARY)
         if self._is_binary or not self._is_exact or array.dtype == self.spec.dtype:
-            # Without a copy, an environment that keeps its action would see the next one in it.
+            # Copied, since an environment that keeps its action would see the next one in the same
+            # memory.
             return array.astype(self.spec.dtype)
         return self._cast(array, "action", _FIT_INTEGER)
 
@@ -84,7 +85,7 @@ class Same(Codec):
 
 
 class Index(Codec):
-    """A discrete space, as a number that counts from 0."""
+    """A discrete space, encoded as an index from 0."""
 
     def __init__(self, space: Any) -> None:
         self._space = space
@@ -116,7 +117,7 @@ class Index(Codec):
 
 
 class Indices(Codec):
-    """Several discrete spaces side by side, as numbers that count from 0."""
+    """A MultiDiscrete space, encoded as indices from 0."""
 
     def __init__(self, space: Any) -> None:
         self._space = space
@@ -139,7 +140,7 @@ class Indices(Codec):
 
 
 class OneHot(Codec):
-    """A discrete space, as a vector with a single 1."""
+    """A discrete space, encoded as a one-hot vector."""
 
     def __init__(self, space: Any) -> None:
         self._space = space
@@ -155,7 +156,7 @@ class OneHot(Codec):
         return self._rows[indices.astype(np.int64, copy=False)]
 
     def decode(self, array: Array) -> Any:
-        # On lists this short, Python is faster than numpy.
+        # For such short lists, Python is faster than numpy.
         values = array.tolist()
         if not isinstance(values, list) or len(values) != len(self._rows):
             raise _not_one_hot(values, len(self._rows))
@@ -168,13 +169,13 @@ class OneHot(Codec):
             (((arrays == 0) | (arrays == 1)).all(-1) & (arrays.sum(-1) == 1)).all()
         )
         if not fits:
-            # One by one, they tell which is wrong.
+            # Decoded one by one, so that the error names the wrong one.
             return super().decode_batch(arrays)
         return arrays.argmax(-1) + self._start
 
 
 class OneHots(Codec):
-    """Several discrete spaces side by side, as one-hot vectors joined to one."""
+    """A MultiDiscrete space, encoded as concatenated one-hot vectors."""
 
     def __init__(self, space: Any) -> None:
         starts = getattr(space, "start", np.zeros_like(space.nvec))
@@ -198,10 +199,10 @@ class OneHots(Codec):
 
 
 class Inferred(Codec):
-    """Discrete actions as the policy gives them: one-hot vectors or indices.
+    """Discrete actions in the form that the policy returns: one-hot vectors or indices.
 
-    Dtype and shape of an action tell which. Random actions are one-hot until the policy has given
-    an index.
+    The form is recognised by dtype and shape. Random actions are one-hot until the policy has
+    returned an index.
 
     Args:
         one_hot: the codec of one-hot vectors.
@@ -252,14 +253,14 @@ class _Part:
 
 
 def action_codec(space: Any, *, categorical: bool | None) -> Codec:
-    """The codec of an action space.
+    """Return the codec of an action space.
 
     Args:
         space: a Gymnasium space.
-        categorical: whether discrete actions are indices; None for what the policy gives.
+        categorical: whether discrete actions are indices; None to accept what the policy returns.
 
     Raises:
-        TypeError: a kind of space that has none.
+        TypeError: a kind of space without a codec.
     """
     is_discrete = isinstance(space, spaces.Discrete)
     is_vector = isinstance(space, spaces.MultiDiscrete) and len(space.shape) == 1
@@ -269,14 +270,14 @@ def action_codec(space: Any, *, categorical: bool | None) -> Codec:
 
 
 def codec(space: Any, *, categorical: bool) -> Codec:
-    """The codec of a space that holds one array.
+    """Return the codec of a space whose values fit one array.
 
     Args:
         space: a Gymnasium space.
-        categorical: whether discrete values stay numbers.
+        categorical: whether discrete values are encoded as indices.
 
     Raises:
-        TypeError: a kind of space that has none.
+        TypeError: a kind of space without a codec.
     """
     kinds: list[tuple[Any, Callable[[Any], Codec]]] = [
         ((spaces.Box, spaces.MultiBinary), Same),
@@ -298,14 +299,15 @@ def codec(space: Any, *, categorical: bool) -> Codec:
 
 
 class ObservationCodec:
-    """Translates observations: those of a Dict space entry by entry, others whole.
+    """Converts observations: a Dict space entry by entry, other spaces as a whole.
 
     Args:
         space: the observation space; Dicts may be nested.
-        categorical: whether discrete values stay numbers.
+        categorical: whether discrete values are encoded as indices.
 
     Raises:
-        TypeError: an entry that has no arrays, or the name of something else in a batch.
+        TypeError: an entry that cannot be expressed with arrays, or whose name is used for
+            something else in a batch.
     """
 
     def __init__(self, space: Any, *, categorical: bool) -> None:
@@ -324,14 +326,14 @@ class ObservationCodec:
         ]
 
     def encode(self, observation: Any) -> dict[Key, Any]:
-        """The arrays that stand for an observation, by key."""
+        """Return an observation as arrays, by key."""
         if not self._nested:
             key, _, encode = self._encoders[0]
             return {key: encode(observation)}
         return {key: encode(_entry(observation, path)) for key, path, encode in self._encoders}
 
     def encode_batch(self, observations: Any) -> dict[Key, Any]:
-        """The arrays that stand for the observations of a vector environment, by key."""
+        """Return the observations of a vector environment as arrays, by key."""
         return {
             key: encode(_entry(observations, path) if self._nested else observations)
             for key, path, encode in self._batch_encoders
@@ -369,15 +371,15 @@ _FIT_OBSERVATION = (
 
 
 def mask_of(key: str, observation: Any, info: Any) -> Array:
-    """Return the allowed actions, which an environment gives with an observation.
+    """Return the mask of allowed actions that came with an observation.
 
     Args:
-        key: the name of the mask in the observation, or else in ``info``.
-        observation: of a Dict space, where it has the mask.
-        info: the mapping that came with it.
+        key: the name of the mask, looked up in the observation and then in ``info``.
+        observation: the observation; of a Dict space if it has the mask.
+        info: the ``info`` that came with the observation.
 
     Raises:
-        TypeError: neither has it.
+        TypeError: neither has the mask.
     """
     for given in (observation, info):
         if isinstance(given, Mapping) and key in given:
@@ -414,13 +416,13 @@ def _index(value: Any, space: Any, n: int, start: int) -> int:
 def _observed_indices(values: Any, sizes: Any, start: Any, space: Any) -> Array:
     """Return discrete observations as indices from 0."""
     given = np.asarray(as_numpy(values))
-    # In the dtype of the observations, the difference may be another number.
+    # The difference may overflow the dtype of the observations.
     wide = given.astype(np.int64) if given.dtype.kind in "iu" else given
     return _checked_indices(wide - start, sizes, values, space, "observation")
 
 
 def _checked_indices(indices: Array, sizes: Any, given: Any, space: Any, what: str) -> Array:
-    """Return indices from 0, unless one is not among those of its space."""
+    """Return indices from 0; raise if one is outside of its space."""
     fits = (indices >= 0) & (indices < sizes)
     if indices.dtype.kind == "f":
         fits &= indices == np.floor(indices)

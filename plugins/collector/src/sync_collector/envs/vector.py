@@ -1,4 +1,4 @@
-"""Vector environments of Gymnasium, as environments of the collector's kind."""
+"""Adapts Gymnasium's vector environments."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from sync_collector.envs.spaces import (
 
 
 class VectorGymEnv(ArrayEnv):
-    """A Gymnasium vector environment, stepped as one batch; it may have any autoreset mode.
+    """A Gymnasium vector environment as one batch; supports all autoreset modes.
 
-    What an episode ended with is found under ``"next"``, and no frame is spent on a reset: where
-    the vector environment would reset with the next step, it is set to do so before that.
+    The last observation of an episode is under ``"next"``, and no frame is spent on a reset: a
+    vector environment that would reset in the next step is reset before that step.
 
     Args:
         env: the vector environment.
@@ -56,8 +56,8 @@ class VectorGymEnv(ArrayEnv):
         action_mask: see `GymEnv`.
 
     Raises:
-        TypeError: it would reset with the next step and cannot be set to do so earlier, or cannot
-            reset a part.
+        TypeError: it resets only in the next step and cannot be reset earlier, or it cannot reset a
+            part.
 
     Example:
         >>> import gymnasium
@@ -93,7 +93,7 @@ class VectorGymEnv(ArrayEnv):
                 "wrappers=[gymnasium.wrappers.NormalizeObservation])"
             )
         self.batch_size = torch.Size((env.num_envs,))
-        # A simulator of another library need not have one.
+        # A simulator of another library may lack this attribute.
         space = getattr(env, "action_space", None)
         self._space = batch_space(env.single_action_space, env.num_envs) if space is None else space
         self.is_closed = False
@@ -101,20 +101,20 @@ class VectorGymEnv(ArrayEnv):
             categorical=categorical, info_keys=info_keys, action_mask=action_mask
         )
         self._set_up()
-        # The observations after the last step, where it has reset what had ended, and where.
+        # The observations after the last step, and where the environment has reset ended episodes.
         self._fresh: Arrays = {}
         self._is_fresh = np.zeros(env.num_envs, np.bool_)
-        # The last observations, for simulators that lose those that end episodes.
+        # The last observations, for simulators that lose the last observation of an episode.
         self._before: Arrays | None = None
         self._warned = False
         self._gives_last = self._mode is not AutoresetMode.SAME_STEP
-        # Whether a step has begun and not ended.
+        # Whether a step has begun and not finished.
         self._is_lost = False
-        # The device of actions where the environment gives tensors; None where it gives arrays.
+        # The device of actions if the environment returns tensors; None if it returns arrays.
         self._device: torch.device | None = None
 
     def configure(self, options: EnvOptions) -> None:
-        """Take what a collector asks for; see `GymEnv.configure`."""
+        """Set the collector's options; see `GymEnv.configure`."""
         self._options = self._options.joined(options)
         self._set_up()
 
@@ -129,17 +129,17 @@ class VectorGymEnv(ArrayEnv):
         extra = {} if self._infos is None else self._infos.specs
         self.array_specs = {**self._codec.specs, **extra}
         added = _added_at_ends(env)
-        # The entries that are of the episode that has ended, where the next one has begun too.
+        # The entries that belong to the ended episode even if the next one has begun.
         self._of_ends = {
             key for key in extra if (key[0] if isinstance(key, tuple) else key) in added
         }
         if options.action_mask is not None:
             check_maskable(env.single_action_space)
-        # The allowed actions of each environment, where they are masked.
+        # The allowed actions of each environment, if actions are masked.
         self._masks: np.ndarray[Any, Any] | None = None
 
     def reset_arrays(self, mask: np.ndarray[Any, Any] | None = None) -> Arrays:
-        """Begin an episode where the mask says, if the vector environment has not done so."""
+        """Begin an episode where the mask is True, unless the environment has already done so."""
         if mask is None:
             self._is_fresh[:] = False
             first = self._observed(*self._env.reset())
@@ -162,10 +162,10 @@ class VectorGymEnv(ArrayEnv):
         }
 
     def step_arrays(self, action: np.ndarray[Any, Any]) -> ArrayStep:
-        """Act in all of them.
+        """Act in all environments.
 
         Raises:
-            StepLostError: the last step was cut short; all are to be reset.
+            StepLostError: the last step was interrupted; reset all environments.
         """
         given = self._action.decode_batch(action)
         if self._device is not None:
@@ -192,7 +192,7 @@ class VectorGymEnv(ArrayEnv):
         return outcome, reward, terminated, truncated
 
     def sample_action(self) -> np.ndarray[Any, Any]:
-        """A random action of the vector environment's own stream; `set_seed` seeds it."""
+        """Return a random action of the vector environment's action space; `set_seed` seeds it."""
         if self._masks is None:
             drawn = self._space.sample()
         else:
@@ -207,7 +207,7 @@ class VectorGymEnv(ArrayEnv):
         seeds = [seed]
         for _ in range(self._env.num_envs):
             seeds.append(seed if static_seed else next_seed(seeds[-1]))
-        # Those that are made of single environments take a seed for each.
+        # Those made of single environments accept a seed for each.
         first: Any = seeds[:-1] if takes_seeds(self._env) else seed
         self._env.reset(seed=first)
         return seeds[-1]
@@ -231,7 +231,7 @@ class VectorGymEnv(ArrayEnv):
         if isinstance(observation, Mapping) and key in observation:
             return mask_of(key, observation, infos)
         if isinstance(infos, list):
-            # Where a part was reset, the others gave none now.
+            # After a partial reset, the other environments returned no entry.
             before: Any = [None] * len(infos) if self._masks is None else self._masks
             return np.stack(
                 [
@@ -240,14 +240,14 @@ class VectorGymEnv(ArrayEnv):
                 ]
             )
         masks = mask_of(key, observation, infos)
-        # Infos of a vector environment tell which environments gave one.
+        # The infos of a vector environment have a mask of the environments that gave an entry.
         given = infos.get(f"_{key}")
         if given is None or self._masks is None:
             return masks
         return np.where(np.asarray(given)[:, None], masks, self._masks)
 
     def _arrays(self, observation: Any) -> Any:
-        """Return observations as arrays; an environment that gives tensors takes them too."""
+        """Return observations as arrays; if they are tensors, remember their device for actions."""
         if isinstance(observation, torch.Tensor):
             self._device = observation.device
             return as_numpy(observation)
@@ -265,7 +265,7 @@ class VectorGymEnv(ArrayEnv):
         return values.astype(np.bool_, copy=False)
 
     def _check_reward(self, reward: Any) -> None:
-        """Raise `TypeError` unless there is one for each; numpy gives a single one to all."""
+        """Raise `TypeError` unless each environment has a reward; numpy would broadcast one."""
         cause = None
         try:
             given = np.asarray(reward)
@@ -277,21 +277,21 @@ class VectorGymEnv(ArrayEnv):
         raise wrong_reward(reward, self._env, wanted) from cause
 
     def _keep(self, seen: Arrays) -> None:
-        """Keep a copy, as the next step may overwrite what it was given."""
+        """Keep a copy, since the next step may overwrite the array."""
         if not self._gives_last:
             self._before = {key: np.array(row) for key, row in seen.items()}
 
     def _begun(self, outcome: Arrays) -> Arrays:
-        """Return the observations that episodes begin with."""
+        """Return the first observations of the episodes."""
         if self._infos is None:
             return outcome
         lacking = self._infos.read_batch({}, self._env.num_envs)
         return {**outcome, **{key: lacking[key] for key in self._of_ends}}
 
     def _with_last(self, outcome: Arrays, infos: Any) -> Arrays:
-        """Return the observations, with the last ones of episodes that ended."""
+        """Return the observations, with the last ones of ended episodes in place."""
         merged = {key: np.array(row) for key, row in outcome.items()}
-        # Gymnasium's DictInfoToList gives the infos of each environment separately.
+        # Gymnasium's DictInfoToList returns a separate dict of infos for each environment.
         if isinstance(infos, list):
             for i in np.flatnonzero(self._is_fresh).tolist():
                 self._put_last(merged, i, _last_of(infos[i]))
@@ -313,7 +313,7 @@ class VectorGymEnv(ArrayEnv):
         return merged
 
     def _put_all_last(self, rows: dict[Any, Any], last: Any) -> None:
-        """Write the last observations of all that ended; those before them in their place."""
+        """Write the last observations of ended episodes; if missing, those of the step before."""
         where = self._is_fresh
         if last is None:
             self._warn_of_lost()
@@ -326,7 +326,7 @@ class VectorGymEnv(ArrayEnv):
             rows[key][where] = encoded[key]
 
     def _put_last(self, rows: dict[Any, Any], i: int, last: Any) -> None:
-        """Write what one environment observed last into its row."""
+        """Write the last observation of one environment into its row."""
         if last is None:
             self._warn_of_lost()
             assert self._before is not None
@@ -350,19 +350,19 @@ class VectorGymEnv(ArrayEnv):
 
 
 def _last_of(info: Mapping[str, Any]) -> Any:
-    """Return the last observations that an info has, also by the name before Gymnasium 1.0."""
+    """Return the last observations in an info, also under their name before Gymnasium 1.0."""
     return info.get("final_obs", info.get("final_observation"))
 
 
 def _is_batch(values: Any) -> bool:
-    """Return whether values are numbers of all environments, and not objects for some of them."""
+    """Return whether values are numbers for all environments, not objects for some."""
     if isinstance(values, Mapping):
         return all(map(_is_batch, values.values()))
     return isinstance(values, torch.Tensor) or np.asarray(values).dtype != np.object_
 
 
 def _normalizes_all(env: Any) -> bool:
-    """Return whether one of the wrappers is Gymnasium's that refuses to reset a part."""
+    """Return whether one of the wrappers is a Gymnasium wrapper that refuses partial resets."""
     return any(isinstance(wrapper, NormalizeObservation) for wrapper in _wrappers(env))
 
 
@@ -373,17 +373,17 @@ def _wrappers(env: Any) -> Iterator[Any]:
 
 
 def _added_at_ends(env: Any) -> set[str]:
-    """Return the names of entries that Gymnasium's wrappers add to the infos of ended episodes."""
+    """Return the names of entries that Gymnasium's wrappers add to infos when episodes end."""
     recorders = (each for each in _wrappers(env) if isinstance(each, RecordEpisodeStatistics))
     return {getattr(each, "_stats_key", "episode") for each in recorders}
 
 
 @contextmanager
 def _others_kept(env: Any, mask: np.ndarray[Any, Any]) -> Iterator[None]:
-    """For ``with``: a reset of a part leaves the sums of the other environments as they are.
+    """For ``with``: a partial reset keeps the sums of the other environments in wrappers.
 
-    Those are of Gymnasium's wrappers, which begin them all again: the environment inside has taken
-    the mask out of the options by then, or they do not ask for it.
+    Gymnasium's wrappers would reset all their sums: they ignore the mask, or the environment inside
+    has already removed it from the options.
 
     Args:
         env: the vector environment with its wrappers.
@@ -402,11 +402,11 @@ def _others_kept(env: Any, mask: np.ndarray[Any, Any]) -> Iterator[None]:
 
 
 def _part(batch: Any, i: Any) -> Any:
-    """Return the part of a batch, or of a mapping of batches, that some environments have.
+    """Return the rows of a batch, or of a mapping of batches, of some environments.
 
     Args:
-        batch: of all environments.
-        i: the number of one, or a mask.
+        batch: the values of all environments.
+        i: the index of one environment, or a mask.
     """
     if isinstance(batch, Mapping):
         return {name: _part(values, i) for name, values in batch.items()}
