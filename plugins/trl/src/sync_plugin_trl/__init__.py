@@ -1,4 +1,4 @@
-"""Workers that generate for TRL and Hugging Face trainers, kept current by sync-core."""
+"""Rollout workers for TRL and Hugging Face trainers, updated by sync-core."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ __all__ = ["AsyncRollouts", "Completion", "Rollouts", "SyncCallback", "SyncTrans
 
 
 def __getattr__(name: str) -> Any:
-    # The only part that imports TRL.
+    # The only module that imports TRL.
     if name == "AsyncRollouts":
         from sync_plugin_trl.async_rollouts import AsyncRollouts
 

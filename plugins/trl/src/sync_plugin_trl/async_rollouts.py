@@ -1,4 +1,4 @@
-"""The rollout worker of TRL's `AsyncGRPOTrainer`, whose completions come from `Rollouts`."""
+"""A rollout worker for TRL's `AsyncGRPOTrainer` with completions from `Rollouts`."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from sync_core import SyncError, WorkerLostError
 from sync_core.checks import check_count
 from sync_plugin_trl.rollouts import Completion, Rollouts
 
-#: A function of TRL: of ``prompts``, ``completions``, ``completion_ids`` and the columns of the
-#: dataset, each a list; the rewards, None for a completion that it cannot judge.
+#: A reward function of TRL: takes ``prompts``, ``completions``, ``completion_ids`` and the columns
+#: of the dataset, each a list; returns the rewards, None for a completion without one.
 Reward = Callable[..., Sequence[float | None]]
 
-# How long `stop` waits for the completions that are being generated, in seconds.
+# How long `stop` waits for completions in progress, in seconds.
 _PATIENCE = 60.0
 
 
 class AsyncRollouts:
     """The ``rollout_worker`` of `trl.experimental.async_grpo.AsyncGRPOTrainer`.
 
-    A thread takes the prompts of a dataset one after the other, again from the first after the
-    last, lets the workers of ``rollouts`` generate a group of completions of each, rewards them,
-    and puts them into ``rollout_buffer``. Advantages are those of GRPO (arXiv:2402.03300): rewards
-    less the mean of their group, over their standard deviation. The protocol is
+    A thread cycles through the prompts of a dataset. For each prompt, the workers of ``rollouts``
+    generate a group of completions, which the thread rewards and puts into ``rollout_buffer``.
+    Advantages are those of GRPO (arXiv:2402.03300): rewards minus the mean of their group, divided
+    by their standard deviation. The protocol is
     `trl.experimental.async_grpo.RolloutWorkerProtocol`.
 
-    A worker that dies costs its completions, which the others generate; if none is left, or
-    something else raises, the trainer raises that when it finds no sample (`check_health`).
+    If a worker dies, the others generate its completions. If no worker is left, or another error
+    occurs, the trainer raises it when it finds no sample (`check_health`).
 
     Args:
-        rollouts: the workers; ``weight_transfer=SyncTransfer(rollouts)`` keeps them current.
-        dataset: rows with a ``prompt``, text or chat messages; other columns go to the rewards.
+        rollouts: the workers; ``weight_transfer=SyncTransfer(rollouts)`` updates them.
+        dataset: rows with a ``prompt``, text or chat messages; other columns are passed to the
+            reward functions.
         reward_funcs: one reward function of TRL, or several whose rewards are added up.
-        generation_config: as for ``model.generate``; it has to sample.
-        num_generations: completions of each prompt, one group.
-        max_samples: how many samples may wait for the trainer.
+        generation_config: as for ``model.generate``; it must sample.
+        num_generations: the number of completions of each prompt.
+        max_samples: the most samples that wait for the trainer.
 
     Attributes:
         rollout_buffer: the samples.
-        metrics_queue: empty; the samples have their metrics.
+        metrics_queue: always empty; each sample has its metrics.
 
     Raises:
-        ValueError: there are no rows, or a count is not a number.
+        ValueError: the dataset is empty, or a count is invalid.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AsyncRollouts:
         self._count = check_count(num_generations, "num_generations")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(check_count(max_samples, "max_samples"))
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
-        # The trainer's number of the newest version, less the sender's.
+        # The trainer's number of the newest version, minus the sender's.
         self._offset = 0
         self._error: BaseException | None = None
         self._stopped = threading.Event()
@@ -80,29 +81,29 @@ class AsyncRollouts:
         self._thread = threading.Thread(target=self._run, name="sync-rollouts", daemon=True)
 
     def start(self) -> None:
-        """Begin to generate; the trainer calls it after its first weights were sent."""
+        """Start the thread; the trainer calls this after its first weights were sent."""
         self._beat = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, once the workers have generated what they were asked for."""
+        """End the thread after the completions in progress."""
         self._stopped.set()
         with self.rollout_buffer.mutex:
-            # The thread may wait for room.
+            # The thread may be waiting for room in the buffer.
             self.rollout_buffer.queue.clear()
             self.rollout_buffer.not_full.notify_all()
         if self._thread.ident is not None:
             self._thread.join(_PATIENCE)
 
     def update_model_version(self, model_version: int) -> None:
-        """Learn the trainer's number of the version that was sent last."""
+        """Record the trainer's number of the last version sent."""
         self._offset = model_version - self._rollouts.version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what has ended the generation, or that it takes long.
+        """Raise the error that ended the thread, or an error if no sample has come for a long time.
 
         Args:
-            stale_after_s: seconds without a sample after which something is wrong.
+            stale_after_s: the longest time in seconds without a sample.
 
         Raises:
             SyncError: see above.
@@ -133,7 +134,8 @@ class AsyncRollouts:
             try:
                 return self._rollouts.sample(prompts, self._config)
             except WorkerLostError:
-                # The others generate what it would have; `sample` raises another error if none is.
+                # Other workers generate the completions; `sample` raises another error if none is
+                # left.
                 if self._stopped.is_set():
                     raise
 
@@ -169,7 +171,7 @@ class AsyncRollouts:
 
 
 def _added(rewards: Iterable[Sequence[float | None]]) -> np.ndarray:
-    """The sum of several functions' rewards; not a number where none of them judges."""
+    """Return the sum of the functions' rewards; NaN if none of them gives a reward."""
     each = np.array([[np.nan if one is None else one for one in row] for row in rewards], float)
     total: np.ndarray = np.nansum(each, axis=0)
     total[np.isnan(each).all(axis=0)] = np.nan
@@ -177,11 +179,11 @@ def _added(rewards: Iterable[Sequence[float | None]]) -> np.ndarray:
 
 
 def _advantages(rewards: np.ndarray) -> np.ndarray:
-    """The advantages of a group; 0 where there is no reward."""
+    """Return the advantages of a group; 0 for a completion without a reward."""
     judged = rewards[~np.isnan(rewards)]
     if not judged.size:
         return np.zeros_like(rewards)
-    # Where all rewards are the same, the advantages are 0.
+    # If all rewards are the same, the advantages are 0.
     advantages: np.ndarray = (rewards - judged.mean()) / (judged.std() or 1.0)
     advantages[np.isnan(rewards)] = 0
     return advantages

@@ -15,7 +15,7 @@ from sync_plugin_std import optimizer_weights
 
 
 class Sends(Protocol):
-    """A sender of the trainer's model: `sync_core.Sender`, or `Rollouts`."""
+    """The interface of a sender of the trainer's model: `sync_core.Sender`, or `Rollouts`."""
 
     @property
     def model(self) -> Any:
@@ -27,23 +27,23 @@ class Sends(Protocol):
 
 
 class SyncCallback(TrainerCallback):
-    """Sends a `transformers.Trainer`'s weights when training begins, after steps, and at its end.
+    """Sends a `transformers.Trainer`'s weights when training begins, after steps, and at the end.
 
-    A step is one of the optimiser, after all batches whose gradients it accumulates. The weights
-    that training ends with are sent too, also where ``load_best_model_at_end`` loads others than
-    those of the last step. Each send has the weights to act with, also of an optimizer that leaves
-    others in the model while it trains (`sync_plugin_std.optimizer_weights`). A worker that
-    fails ends the training with `sync_core.SendError`, unless the sender was given another
-    ``on_failure``.
+    A step is an optimiser step, after the gradient accumulation. The final weights are sent too,
+    even if ``load_best_model_at_end`` has replaced those of the last step. Each send has the
+    weights to act with, also of an optimizer that leaves other weights in the model during training
+    (`sync_plugin_std.optimizer_weights`). If a worker fails, training ends with
+    `sync_core.SendError`, unless the sender has another ``on_failure``.
 
     Args:
-        sender: a sender of the trainer's model. Where several ranks train, add the callback on
-            each that has one.
+        sender: a sender of the trainer's model. If several ranks train, add the callback on each
+            rank with a sender.
         every: optimiser steps between two sends.
 
     Raises:
         ValueError: ``every`` is not an integer >= 1.
-        ModelError: when training begins, of a model that has no parameter of the sender's model.
+        ModelError: the trained model shares no parameter with the sender's model; raised when
+            training begins.
 
     Example:
         >>> import torch
@@ -72,7 +72,7 @@ class SyncCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Send what the workers begin with."""
+        """Send the initial weights."""
         _check_same(self._sender.model, model)
         self._send(optimizer)
 
@@ -96,10 +96,10 @@ class SyncCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Send what training ends with.
+        """Send the final weights.
 
-        The trainer, and callbacks before this one, may have changed the weights since the last
-        step, so that the step does not tell whether the workers have them.
+        Always sends, since the trainer or earlier callbacks may have changed the weights after the
+        last step.
         """
         self._send(optimizer)
 
@@ -119,7 +119,7 @@ def _acting(optimizer: Any) -> Callable[[], AbstractContextManager[object]]:
 
 
 def _check_same(sent: Any, trained: Any) -> None:
-    """Raise `ModelError` if a trainer trains other tensors than those that are sent."""
+    """Raise `ModelError` if the trained model shares no parameter with the sender's model."""
     if not (isinstance(sent, nn.Module) and isinstance(trained, nn.Module)):
         return
     own = set(map(id, sent.parameters()))

@@ -23,10 +23,10 @@ class Completion:
     """A completion of a prompt.
 
     Args:
-        tokens: its token ids.
-        log_probs: their log-probabilities under the weights that made them, at the temperature of
-            sampling, before tokens were left out by top-k and the like.
-        version: of those weights.
+        tokens: the token ids.
+        log_probs: the log-probabilities of the tokens under the weights that generated them, at the
+            sampling temperature, before filters such as top-k.
+        version: the version of these weights.
     """
 
     tokens: Tokens
@@ -35,19 +35,18 @@ class Completion:
 
 
 class Rollouts:
-    """Generates with workers that have a trainer's model; a ``rollout_func`` of `trl.GRPOTrainer`.
+    """A ``rollout_func`` of `trl.GRPOTrainer`: generates completions with copies of the model.
 
-    A worker commits a version when `send` asks for it, which is never during a call of
-    ``model.generate``: calls of one worker run one after the other.
+    Calls of a worker run one after the other, so it never commits a version during
+    ``model.generate``.
 
     Args:
         model: the trainer's model, a causal language model of transformers.
         tokenizer: its tokenizer.
         scheme: the name of an installed scheme, or a plugin object.
-        num_workers: how many workers to start.
-        workers: the name of a worker group; None for the one that suits the scheme.
-        make_model: makes the model of each worker; None for one of the trainer's architecture and
-            dtype.
+        num_workers: the number of workers.
+        workers: the name of a worker group; None for the one that fits the scheme.
+        make_model: makes the model of each worker; None for the trainer's architecture and dtype.
         seed: the workers sample with ``seed``, ``seed + 1``, … .
         timeout: deadline of every send, and of starting and stopping workers, in seconds.
         generate_timeout: deadline of `generate`, in seconds.
@@ -56,8 +55,8 @@ class Rollouts:
             and options of the scheme.
 
     Raises:
-        PluginError: scheme or group cannot be found or used.
-        RemoteCallError: a worker could not make its model, or it does not fit the trainer's.
+        PluginError: the scheme or the worker group cannot be found or used.
+        RemoteCallError: a worker could not make its model, or the model does not fit the trainer's.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Rollouts:
         )
         group = choose_group([scheme], workers)
         self._generate_timeout = check_seconds(generate_timeout)
-        # The workers that died while they generated.
+        # The workers that died during a generation.
         self._gone: set[int] = set()
         self._sender = Sender(scheme, model, num_workers=num_workers, timeout=timeout, **options)
         self._close = release_with(self, self._sender.close)
@@ -115,14 +114,14 @@ class Rollouts:
 
     @property
     def model(self) -> Any:
-        """Return the trainer's model."""
+        """The trainer's model."""
         return self._sender.model
 
     def send(self, weights: Any = None) -> SendReport:
         """Send weights, and wait until every worker has committed them.
 
         Args:
-            weights: what `sync_core.Sender.send` takes; None for those of the trainer's model.
+            weights: the weights, as for `sync_core.Sender.send`; None for the trainer's model.
 
         Raises:
             SendError: some workers failed; the others have the new version.
@@ -130,7 +129,7 @@ class Rollouts:
         pending = self._sender.send_async(weights)
         try:
             for worker_id in pending.worker_ids:
-                # A failure is in the report.
+                # The failures are in the report.
                 self._group.call(worker_id, _Generator.receive, pending.version)
             report = pending.wait()
         except BaseException as error:
@@ -142,9 +141,9 @@ class Rollouts:
     def generate(
         self, prompts: Sequence[Tokens], config: GenerationConfig
     ) -> tuple[list[Tokens], list[int]]:
-        """Return a completion of each prompt, and the version of the weights that made it.
+        """Return a completion of each prompt, and the version of the weights that generated it.
 
-        Workers that the sender has dropped, or has in quarantine, generate nothing.
+        Workers that the sender has dropped or quarantined generate nothing.
 
         Args:
             prompts: token ids, without padding; the workers share them.
@@ -164,21 +163,21 @@ class Rollouts:
     def sample(self, prompts: Sequence[Tokens], config: GenerationConfig) -> list[Completion]:
         """Return a completion of each prompt, with the log-probabilities of its tokens.
 
-        A worker that has died gets no more prompts, unless a later version reaches it again.
+        A dead worker gets no more prompts, unless a later version reaches it again.
 
         Args:
             prompts: as for `generate`.
             config: as for ``model.generate``.
 
         Raises:
-            SyncError: see `generate`, as for the other errors.
+            SyncError: no worker is left; other errors are those of `generate`.
         """
         return [each for made in self._share(_Generator.sample, prompts, config) for each in made]
 
     def _share(
         self, function: Callable[..., Any], prompts: Sequence[Tokens], config: GenerationConfig
     ) -> list[Any]:
-        """Let each worker that has the trainer's weights take a part of the prompts."""
+        """Divide the prompts among the workers that have the trainer's weights."""
         statuses = self._sender.workers
         ids = [
             i
@@ -203,13 +202,13 @@ class Rollouts:
             raise
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Return what `trl.GRPOTrainer` expects of its ``rollout_func``.
+        """Implement the ``rollout_func`` of `trl.GRPOTrainer`.
 
-        Reward functions get the version that made each completion as ``version``.
+        Reward functions get the version of each completion as ``version``.
         """
         ids = [self.encode(prompt) for prompt in prompts]
         completions, versions = self.generate(ids, trainer.generation_config)
-        # The trainer computes the log-probabilities, as it does for its own model.generate.
+        # The trainer computes the log-probabilities, as for its own model.generate.
         return {
             "prompt_ids": ids,
             "completion_ids": completions,
@@ -218,7 +217,7 @@ class Rollouts:
         }
 
     def close(self) -> None:
-        """End the workers, and the sender."""
+        """Stop the workers, and close the sender."""
         try:
             self._group.stop()
         finally:
@@ -231,7 +230,7 @@ class Rollouts:
         self.close()
 
     def encode(self, prompt: Any) -> Tokens:
-        """Return the token ids of a prompt, text or chat messages."""
+        """Return the token ids of a prompt, which is text or chat messages."""
         if isinstance(prompt, str):
             tokens: Tokens = self._tokenizer(prompt)["input_ids"]
         else:
@@ -247,7 +246,7 @@ class Rollouts:
 
 
 class _Generator:
-    """The model of one worker."""
+    """Generates with the model of one worker."""
 
     def __init__(self, make_model: Callable[[], Any], seed: int) -> None:
         torch.manual_seed(seed)
@@ -257,7 +256,7 @@ class _Generator:
         self._receiver = Receiver(address, self._model)
 
     def receive(self, version: int) -> None:
-        # An earlier call may have received it, and none newer may come.
+        # An earlier call may have received this version, and no newer one may come.
         if max(self._receiver.version, self._receiver.refused) < version:
             self._receiver.receive()
 
@@ -278,7 +277,7 @@ class _Generator:
             prompts, config, return_dict_in_generate=True, output_logits=True
         )
         heat = config.temperature or 1.0
-        # One row for each step, and one column for each prompt.
+        # One row per step, and one column per prompt.
         chosen = made.sequences[:, width:].T
         log_probs = torch.stack(
             [
@@ -297,13 +296,13 @@ class _Generator:
     def _complete(
         self, prompts: Sequence[Tokens], config: GenerationConfig, **options: Any
     ) -> tuple[Any, int, set[int]]:
-        """Return what the model generates, the width of the prompts, and what ends a text."""
+        """Return the generated tokens, the width of the prompts, and the end-of-text tokens."""
         width = max(map(len, prompts))
-        # As model.generate does where a config leaves them out.
+        # The same defaults as in model.generate.
         usual = self._model.generation_config
         pad = usual.pad_token_id if config.pad_token_id is None else config.pad_token_id
         ends = usual.eos_token_id if config.eos_token_id is None else config.eos_token_id
-        # The mask hides what fills a row.
+        # The mask hides the padding of a row.
         ids = torch.full((len(prompts), width), pad or 0, device=self._model.device)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
@@ -315,10 +314,10 @@ class _Generator:
         return made, width, {ends} if isinstance(ends, int) else {*(ends or ())}
 
     def close(self) -> None:
-        """Leave the sender; the worker group calls it when the worker ends."""
+        """Close the receiver; the worker group calls this when the worker ends."""
         self._receiver.close()
 
 
 def _until(tokens: Tokens, ends: set[int]) -> Tokens:
-    """Return the tokens up to the first that ends a text, and with it."""
+    """Return the tokens up to and including the first end-of-text token."""
     return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)

@@ -1,4 +1,4 @@
-"""The weight transfer of TRL's `AsyncGRPOTrainer`, by any scheme."""
+"""The weight transfer of TRL's `AsyncGRPOTrainer` over any scheme."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sync_core.models import ComputedWeights, Strategy, TensorStream, named_tens
 
 
 class Transfers(Protocol):
-    """A sender that the caller owns: `sync_core.Sender`, or `Rollouts`."""
+    """The interface of an existing sender: `sync_core.Sender`, or `Rollouts`."""
 
     @property
     def model(self) -> Any:
@@ -24,30 +24,30 @@ class Transfers(Protocol):
         ...
 
     def close(self) -> None:
-        """End the sender."""
+        """Close the sender."""
 
 
 class SyncTransfer:
     """The ``weight_transfer`` of `trl.experimental.async_grpo.AsyncGRPOTrainer`.
 
-    The trainer streams its parameters tensor by tensor; each is packed before the next is
-    gathered. Frozen parameters and buffers, which it does not stream, travel as ``model`` has them.
-    A worker that fails ends the training with `sync_core.SendError`, unless the sender was given
+    The trainer streams its parameters tensor by tensor, and each is packed before the next is
+    gathered. The trainer does not stream frozen parameters and buffers, so their values come from
+    ``model``. If a worker fails, training ends with `sync_core.SendError`, unless the sender has
     another ``on_failure``. The protocol is `trl.experimental.async_grpo.WeightTransferProtocol`.
 
     Args:
-        scheme: the name of an installed scheme or a plugin object; or a sender that exists, such as
+        scheme: the name of an installed scheme or a plugin object; or an existing sender, such as
             `Rollouts`.
-        model: a model of the trainer's architecture and dtype, such as the one that the workers
-            begin with. None for that of a sender that exists.
+        model: a model of the trainer's architecture and dtype, such as the workers' initial model.
+            None for the model of an existing sender.
         **options: other arguments of `sync_core.Sender`, such as ``num_workers``, and options of
-            the scheme; for a scheme alone.
+            the scheme; only together with a scheme.
 
     Attributes:
-        sender: what sends; ``sender.address(i)`` is for `sync_core.Receiver`.
+        sender: the sender; pass ``sender.address(i)`` to `sync_core.Receiver`.
 
     Raises:
-        OptionError: a scheme without a model, or options for a sender that exists.
+        OptionError: a scheme without a model, or options for an existing sender.
 
     Example:
         >>> import torch
@@ -81,16 +81,16 @@ class SyncTransfer:
         """Do nothing: workers connect by their addresses."""
 
     def pause(self) -> None:
-        """Do nothing: workers, and engines too, pause for their own commit alone."""
+        """Do nothing: workers and engines pause only for their own commit."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
         """Send a version, and wait until every worker has committed it.
 
         Args:
-            iterator: names and whole tensors, in the order of ``model.named_parameters()``.
+            iterator: names and unsharded tensors, in the order of ``model.named_parameters()``.
 
         Raises:
-            ModelError: the iterator raised, or gave a tensor that ``model`` lacks.
+            ModelError: the iterator raised, or returned a tensor that ``model`` does not have.
             SendError: some workers failed; the others have the version.
         """
         self.sender.send(_Streamed(self.sender.model, iterator))
@@ -105,7 +105,7 @@ class SyncTransfer:
 
 
 class _Streamed(ComputedWeights):
-    """A trainer's tensors, and those of a model that the trainer does not stream."""
+    """The trainer's streamed tensors, completed by those of a model that are not streamed."""
 
     def __init__(self, model: Any, iterator: Iterator[tuple[str, Tensor]]) -> None:
         super().__init__(model)
@@ -120,7 +120,7 @@ class _Streamed(ComputedWeights):
 def _together(
     layout: Layout, own: dict[str, Tensor], iterator: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a layout, from the iterator where it has them."""
+    """Yield the tensors of a layout: streamed ones from the iterator, others from the model."""
     name, tensor = next(iterator, (None, None))
     for wanted in layout.names:
         if wanted != name or tensor is None:
