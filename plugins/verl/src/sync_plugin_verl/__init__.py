@@ -1,7 +1,7 @@
-"""Weights for the rollout workers of verl by any scheme of sync-core.
+"""Delivers weights to the rollout workers of verl by any scheme of sync-core.
 
-verl imports this package in each of its processes, as ``rollout.checkpoint_engine`` names it in
-``custom_backend_module``, and finds the checkpoint engine ``"sync_core"`` (`SyncCoreEngine`).
+Name this package in verl's ``rollout.checkpoint_engine.custom_backend_module``. verl then imports
+it in each process and finds the checkpoint engine ``"sync_core"`` (`SyncCoreEngine`).
 """
 
 from importlib.util import find_spec
@@ -15,10 +15,10 @@ __all__ = ["StepError", "SyncCoreEngine", "register"]
 
 
 def register() -> None:
-    """Register the checkpoint engine ``"sync_core"`` with verl; done by the import where it is.
+    """Register the checkpoint engine ``"sync_core"`` with verl; importing the package does this.
 
     Raises:
-        ImportError: verl is not installed, or cannot be imported here.
+        ImportError: verl is not installed, or cannot be imported.
     """
     try:
         from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry

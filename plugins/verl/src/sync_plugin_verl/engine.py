@@ -14,19 +14,19 @@ from sync_plugin_verl.trainer import TrainerEnd
 
 
 class SyncCoreEngine:
-    """Moves weights from verl's trainer to its rollout workers by a scheme of sync-core.
+    """Delivers weights from verl's trainer to its rollout workers by a scheme of sync-core.
 
-    verl makes one in each of its processes. It builds and finalises a group for each step; here the
-    sender and its receivers stay, so that a group costs two calls to the workers. A rollout worker
-    that is new gets an address, one that is not in the group any more is removed.
+    verl makes an engine in each of its processes, and builds and finalises a group for each step.
+    The engine keeps the sender and its receivers, so a group costs only two calls to the workers.
+    New rollout workers get an address, and workers that left the group are removed.
 
     Args:
-        bucket_size: verl's, which the engine does not need: schemes have their own.
-        is_master: whether this is the rank of the trainer that sends.
+        bucket_size: required by verl and not used: schemes have their own buffers.
+        is_master: whether this rank of the trainer sends.
         scheme: the name of the scheme, such as ``"dist"``.
-        timeout: how long a step may take, in seconds.
-        device: where a rollout worker gets the tensors, such as ``"cuda"``; None for where the
-            scheme brings them: mostly the memory of the host.
+        timeout: the deadline of a step, in seconds.
+        device: the device of the tensors in a rollout worker, such as ``"cuda"``; None for the
+            device to which the scheme delivers them, usually the CPU.
         **options: other arguments of `sync_core.Sender`, such as ``layers`` and ``on_failure``, and
             options of the scheme. ``host="auto"`` is the trainer's address in the Ray cluster.
 
@@ -39,7 +39,7 @@ class SyncCoreEngine:
         <SyncCoreEngine 'shm': trainer, version=0>
     """
 
-    #: What `receive_weights` yields, to verl.
+    #: Read by verl: the format of the weights that `receive_weights` yields.
     wire_format = "named_tensors"
 
     def __init__(
@@ -69,11 +69,11 @@ class SyncCoreEngine:
 
     @property
     def sender(self) -> Sender | None:
-        """The sender, for `sync_tools.StatusServer` and the like; None before the first step."""
+        """The sender, for example for `sync_tools.StatusServer`; None before the first step."""
         return None if self._trainer is None else self._trainer.sender
 
     def prepare(self) -> dict[str, Any]:
-        """Return what the other side has to know of this process."""
+        """Return the data that the other processes need about this process."""
         if self._trainer is not None:
             return {"trainer": self._trainer.name, "newest": self._trainer.newest}
         assert self._rollout is not None
@@ -86,12 +86,12 @@ class SyncCoreEngine:
         """Return the arguments of `init_process_group`, for trainers and for rollouts.
 
         Args:
-            actor_wg_world_size: how many trainers there are.
-            rollout_world_size: how many rollout workers.
-            metadata: what `prepare` has returned, of trainers, then of rollouts.
+            actor_wg_world_size: the number of trainers.
+            rollout_world_size: the number of rollout workers.
+            metadata: the results of `prepare`, of trainers first, then of rollouts.
 
         Raises:
-            OptionError: not one of the trainers has ``is_master``.
+            OptionError: none of the trainers has ``is_master``.
         """
         masters = [given for given in metadata[:actor_wg_world_size] if "trainer" in given]
         if len(masters) != 1:
@@ -111,7 +111,7 @@ class SyncCoreEngine:
         """Begin a step.
 
         Args:
-            rollouts: for trainers, the rollouts that take part: names, and their actors.
+            rollouts: for trainers, the actors of the participating rollouts, by name.
             trainer: for rollouts, the trainer's name.
             newest: for rollouts, the trainer's newest version.
         """
@@ -130,16 +130,16 @@ class SyncCoreEngine:
         """Send the weights to the rollouts of this step, and wait until they have them.
 
         Args:
-            weights: names and tensors. Ranks that do not send read them, too: to make them takes
-                all ranks.
+            weights: names and tensors. Ranks that do not send must read them too, since gathering
+                them takes all ranks.
             global_steps: the trainer's step.
 
         Returns:
-            Figures for verl's metrics; none where this rank does not send.
+            Values for verl's metrics; empty if this rank does not send.
 
         Raises:
             SendError: some rollouts failed; the others have the weights.
-            ModelError: other names, dtypes or shapes than in the first step.
+            ModelError: names, dtypes or shapes differ from the first step.
         """
         if self._trainer is None:
             for _ in weights:
@@ -157,21 +157,21 @@ class SyncCoreEngine:
     def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, Tensor]]:
-        """Return an iterator of names and tensors; a tensor is good until the step ends.
+        """Return an iterator of names and tensors; a tensor is valid until the step ends.
 
         Args:
             global_steps: the trainer's step.
 
         Raises:
-            StepError: from the iterator: the weights of another step came.
-            TimeoutError: from the iterator: none came in time.
+            StepError: from the iterator: the weights of another step arrived.
+            TimeoutError: from the iterator: no weights arrived in time.
             SyncError: from the iterator: the weights could not be received.
         """
         assert self._rollout is not None
         return self._rollout.receive(global_steps)
 
     def close(self) -> None:
-        """Close the sender or the receiver; the end of the process does it, too."""
+        """Close the sender or the receiver; they also close when the process ends."""
         for end in (self._trainer, self._rollout):
             if end is not None:
                 end.close()
@@ -183,7 +183,7 @@ class SyncCoreEngine:
 
 
 def _actor() -> Any:
-    """Return the handle of the actor that this process is."""
+    """Return the handle of the current actor."""
     import ray
 
     try:
@@ -196,7 +196,7 @@ def _actor() -> Any:
 
 
 def _with_host(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options, with the address of this machine in place of ``"auto"``."""
+    """Return the options with this machine's address instead of ``"auto"``."""
     if options.get("host") != "auto":
         return dict(options)
     import ray

@@ -1,4 +1,4 @@
-"""The rollout's end of a checkpoint engine: receives the version of the step that verl asks for."""
+"""The rollout side of the checkpoint engine: receives the version of each step."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ _GIVEN_UP = "verl has given up the step, and begun another"
 
 
 class StepError(SyncError):
-    """A rollout was sent another version than that of the step that verl asked for."""
+    """A rollout got the version of another step than verl requested."""
 
 
 def version_of(step: int | None, newest: int) -> int:
-    """Return the version in which the weights of a step travel, at both ends the same.
+    """Return the version number for a step's weights; trainer and rollouts compute the same one.
 
     Args:
-        step: verl's ``global_steps``; None where it does not say.
+        step: verl's ``global_steps``; None if verl does not pass it.
         newest: the trainer's newest version.
 
     Example:
         >>> version_of(0, newest=0), version_of(7, newest=1), version_of(7, newest=8)
         (1, 8, 9)
     """
-    # Versions begin with 1, and steps with 0. A step that is sent again needs a newer version.
+    # Versions begin with 1, and steps with 0. If a step is sent again, it needs a newer version.
     return newest + 1 if step is None or step < newest else step + 1
 
 
 class RolloutEnd:
     """Receives versions in one rollout worker.
 
-    Its `worker` is the name by which the trainer knows it. After a failure the name is another, so
-    that the trainer takes it for a worker that has come in place of one that has gone.
+    The trainer identifies it by its name, `worker`. After a failure the name changes, so the
+    trainer serves it as a new worker.
 
     Args:
-        timeout: how long one step may take until the weights are here, in seconds.
-        device: where the tensors that verl gets are; None for where the scheme brings them.
+        timeout: the longest wait for the weights of a step, in seconds.
+        device: the device of the tensors for verl; None for the device to which the scheme delivers
+            them.
     """
 
     def __init__(self, timeout: float, device: str | None = None) -> None:
@@ -57,17 +58,17 @@ class RolloutEnd:
         self._device = None if device is None else torch.device(device)
         self._trainer = ""
         self._newest = 0
-        # Whether a step has begun here that has not ended.
+        # Whether a step has begun and not ended.
         self._busy = False
         self._receiver: Receiver | None = None
         self._handover = _Handover(timeout)
         self._address: Future[Address] = Future()
-        # The one from which the receiver was made: the trainer may have sent another since.
+        # The address of the current receiver: the trainer may have sent a new one since.
         self._used: Future[Address] | None = None
         self._begin()
 
     def prepare(self) -> str:
-        """Return the worker's name; a step that has not ended is given up."""
+        """Return the worker's name; abandon an unfinished step."""
         if self._busy:
             self._begin()
         return self.worker
@@ -84,21 +85,21 @@ class RolloutEnd:
         self._trainer, self._newest = trainer, newest
 
     def deliver(self, address: Address) -> None:
-        """Take the address that the trainer has made for this worker; in verl's event loop."""
+        """Store this worker's address from the trainer; runs in verl's event loop."""
         if self._address.done():
-            # The sender has dropped this worker, and serves it again.
+            # The sender has dropped this worker, and added it again.
             self._address = Future()
         self._address.set_result(address)
 
     async def receive(self, step: int | None) -> AsyncGenerator[tuple[str, Tensor]]:
-        """Yield names and tensors of a step's version, which is committed after the last one.
+        """Yield the names and tensors of a step's version, and commit it after the last one.
 
         Args:
             step: verl's ``global_steps``.
 
         Raises:
-            StepError: a version of a later step came.
-            TimeoutError: none came in time.
+            StepError: a version of a later step arrived.
+            TimeoutError: no version arrived in time.
             SyncError: the weights could not be received.
         """
         self._busy, worker = True, self.worker
@@ -114,7 +115,7 @@ class RolloutEnd:
                 handover.end()
                 await loading
             except BaseException as error:
-                # Of an error in what verl does with the weights, a generator learns nothing.
+                # A generator does not learn of an error in verl's use of the weights.
                 why = SyncError("verl did not take all weights; its own error says why")
                 handover.end(why)
                 with suppress(SyncError):
@@ -130,11 +131,11 @@ class RolloutEnd:
             raise
 
     def close(self) -> None:
-        """Leave the trainer."""
+        """Close the receiver."""
         self._disconnect("the rollout is closed")
 
     async def _stage(self, version: int, step: int | None) -> Receiver:
-        """Return the receiver, once it has staged a version."""
+        """Return the receiver after it has staged a version."""
         deadline, worker = time.monotonic() + self._timeout, self.worker
         if self._receiver is not None:
             receiver = self._receiver
@@ -148,7 +149,7 @@ class RolloutEnd:
                 self._receiver = None
             else:
                 return receiver
-        # Shielded, as a future that is cancelled takes no address.
+        # Shielded, since a cancelled future cannot receive an address.
         used = self._address
         coming = asyncio.shield(asyncio.wrap_future(used))
         try:
@@ -171,14 +172,14 @@ class RolloutEnd:
             raise SyncError(_GIVEN_UP)
 
     def _begin(self) -> None:
-        """Be a new worker."""
+        """Become a new worker, with a new name."""
         self._disconnect(_GIVEN_UP)
         self._busy = False
         self.worker = f"rollout-{secrets.token_hex(8)}"
         _ENDS[self.worker] = self
 
     def _disconnect(self, why: str) -> None:
-        """Leave the trainer, and end what waits for it."""
+        """Close the receiver, and end calls that wait for it."""
         receiver, self._receiver = self._receiver, None
         address, self._address = self._address, Future()
         handover, self._handover = self._handover, _Handover(self._timeout)
@@ -190,9 +191,9 @@ class RolloutEnd:
 
 
 class _Handover:
-    """Lends the weights from the thread that loads them to the event loop, where verl takes them.
+    """Passes the weights from the thread that loads them to verl's event loop.
 
-    A `Receiver` calls a function with the weights, and verl asks for one after the other.
+    A `Receiver` calls a function with all weights, but verl requests one after the other.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -200,17 +201,17 @@ class _Handover:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with a version."""
+        """Prepare for a version."""
         self._given: Future[_Named] = Future()
         self._taken: Future[None] = Future()
 
     def load(self, weights: _Named) -> None:
-        """Lend the weights until `end`; this is the ``load`` of a `Receiver`."""
+        """Pass on the weights, and wait for `end`; this is the ``load`` of a `Receiver`."""
         self._given.set_result(weights)
         self._taken.result(self._timeout)
 
     async def weights(self, loading: asyncio.Task[None]) -> _Named:
-        """Return the weights once they are lent, or raise what ended the task that lends them."""
+        """Return the weights from `load`, or raise the error that ended the task that calls it."""
         given = asyncio.wrap_future(self._given)
         both: list[asyncio.Future[Any]] = [loading, given]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -219,7 +220,7 @@ class _Handover:
         return given.result()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let `load` return, or raise."""
+        """Make `load` return, or raise the error."""
         if self._taken.done():
             return
         if error is None:
@@ -232,15 +233,15 @@ _ENDS: WeakValueDictionary[str, RolloutEnd] = WeakValueDictionary()
 
 
 def deliver(actor: Any, worker: str, address: Address) -> None:
-    """Give a worker of this process its address; called by the trainer, in the actor.
+    """Pass an address to a worker of this process; the trainer calls this in the actor.
 
     Args:
-        actor: what Ray gives a function that is called in an actor; not used.
+        actor: the actor, which Ray passes to the function; not used.
         worker: the worker's name.
         address: the address.
 
     Raises:
-        LookupError: there is no such worker, or no longer.
+        LookupError: this process has no such worker.
     """
     del actor
     end = _ENDS.get(worker)
@@ -250,7 +251,7 @@ def deliver(actor: Any, worker: str, address: Address) -> None:
 
 
 def _stage(receiver: Receiver, version: int, step: int | None, deadline: float) -> None:
-    """Stage a version, and drop those of steps before."""
+    """Stage a version, and drop versions of earlier steps."""
     found = None
     while found is None or found < version:
         found = receiver.stage(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The trainer's end of a checkpoint engine: one sender for all steps."""
+"""The trainer side of the checkpoint engine: one sender for all steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Spec = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 class TrainerEnd:
-    """Sends the weights of each step, by a sender that is made with the first of them.
+    """Sends the weights of each step; the first step makes the sender.
 
     Args:
         scheme: the scheme.
@@ -37,9 +37,9 @@ class TrainerEnd:
         self._options = dict(options)
         self._specs: list[_Spec] = []
         self._rollouts: Mapping[str, Any] = {}
-        #: By the names of rollouts, their ids in the sender.
+        #: The sender's worker ids, by the names of rollouts.
         self._ids: dict[str, int] = {}
-        # Those that have been given their address.
+        # The rollouts that have received their address.
         self._introduced: set[str] = set()
 
     @property
@@ -48,10 +48,10 @@ class TrainerEnd:
         return 0 if self.sender is None else self.sender.version
 
     def admit(self, rollouts: Mapping[str, Any]) -> None:
-        """Say which rollouts take part in the next step.
+        """Set the rollouts that take part in the next step.
 
         Args:
-            rollouts: by their names, the actors that they are in.
+            rollouts: the actors of the rollouts, by name.
         """
         self._rollouts = dict(rollouts)
 
@@ -59,11 +59,11 @@ class TrainerEnd:
         """Send the weights of a step to the rollouts that take part, and wait for them.
 
         Args:
-            weights: names and tensors, which are read once, in the calling thread.
+            weights: names and tensors; read once, in the calling thread.
             step: verl's ``global_steps``.
 
         Raises:
-            ModelError: other names, dtypes or shapes than in the first step.
+            ModelError: names, dtypes or shapes differ from the first step.
             SendError: some rollouts failed; the others have the weights.
         """
         if self.sender is None:
@@ -79,7 +79,7 @@ class TrainerEnd:
             for name, actor in self._rollouts.items()
             if name not in self._introduced
         ]
-        self._rollouts = {}  # which would keep the actors alive
+        self._rollouts = {}  # it would keep the actors alive
         try:
             return await asyncio.to_thread(pending.wait)
         except SendError as error:
@@ -93,12 +93,12 @@ class TrainerEnd:
             await asyncio.gather(*meetings, return_exceptions=True)
 
     def close(self) -> None:
-        """End the sender."""
+        """Close the sender."""
         if self.sender is not None:
             self.sender.close()
 
     def _update_workers(self, sender: Sender) -> None:
-        """Give the sender the rollouts that take part, and no others."""
+        """Add and remove workers, so that the sender serves only the participating rollouts."""
         served = sender.all_worker_ids()
         for name, worker_id in [*self._ids.items()]:
             if name not in self._rollouts or worker_id not in served:
@@ -111,7 +111,7 @@ class TrainerEnd:
                 self._ids[name] = sender.add_worker()
 
     async def _introduce(self, sender: Sender, name: str, actor: Any) -> str:
-        """Send a rollout its address, or remove it and return why it cannot be sent."""
+        """Send a rollout its address; if that fails, remove it and return the reason."""
         worker_id = self._ids[name]
         try:
             await actor.__ray_call__.remote(deliver, name, sender.address(worker_id))
@@ -128,10 +128,9 @@ class TrainerEnd:
 def _held(
     weights: Iterable[tuple[str, Tensor]],
 ) -> tuple[list[_Spec], Iterator[tuple[str, Tensor]]]:
-    """Read all weights; return what they are, and an iterator that frees each once it is used.
+    """Read all weights; return their specs, and an iterator that frees each after its use.
 
-    Names, dtypes and shapes have to be known before the first tensor is packed, and the weights
-    can be read only once.
+    The specs are needed before the first tensor is packed, but the weights can be read only once.
     """
     held: deque[tuple[str, Tensor]] = deque()
     for name, tensor in weights:
