@@ -1,4 +1,4 @@
-"""Schemes of sync-core for the collectors of TorchRL."""
+"""Uses sync-core's schemes in TorchRL's collectors."""
 
 from sync_plugin_torchrl.scheme import Scheme
 

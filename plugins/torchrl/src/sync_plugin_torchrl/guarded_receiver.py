@@ -1,4 +1,4 @@
-"""The worker's side: commits versions in a thread, between the forward passes of the model."""
+"""A worker's receiver that commits versions on its own thread, between forward passes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import nn
 from sync_core import Address, ClosedError, Receiver, SenderLostError, WorkerTimeoutError
 
 _log = logging.getLogger("sync_core")
-# How long closing waits for a commit in progress, in seconds; as TorchRL's own schemes do.
+# How long closing waits for a commit in progress, in seconds; the same as in TorchRL's schemes.
 _PATIENCE = 5.0
 
 
 class GuardedReceiver:
-    """Keeps a model current, and commits nothing during its forward passes.
+    """Keeps a model up to date, and commits nothing during its forward passes.
 
-    A thread stages the newest version. It commits that at once while the model is at rest;
-    otherwise the next forward pass commits it before it begins, so that a worker which acts
-    without a pause is updated too.
+    A thread stages the newest version, and commits it at once if the model is idle. Otherwise the
+    next forward pass first commits it, so a worker that acts without a pause is updated too.
 
     Args:
-        address: what `sync_core.Sender.address` gave for this worker.
-        model: what the weights are committed to: a module whose forward passes are guarded, or
-            anything else that a `sync_core.Receiver` takes.
+        address: the result of `sync_core.Sender.address` for this worker.
+        model: the model to update: a module whose forward passes are guarded, or anything else that
+            `sync_core.Receiver` accepts.
         timeout: how long to wait for the first version, in seconds.
-        on_commit: called with each version after it was committed and before the sender learns.
+        on_commit: called with each version after its commit, before it is acknowledged.
 
     Raises:
-        SyncError: the model does not fit, the sender is gone, or the first version did not come.
+        SyncError: the model does not fit, the sender is gone, or the first version did not arrive
+            in time.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class GuardedReceiver:
         self._thread.start()
 
     def replace_model(self, model: Any) -> None:
-        """Commit to another object from now on, and give it the weights of the one before.
+        """Commit to another object from now on, and copy the current weights to it.
 
         Raises:
-            LayoutMismatchError: it does not fit the sender's model.
+            LayoutMismatchError: the object does not fit the sender's model.
         """
         with self._in_use:
             self._receiver.register_model(model)
@@ -76,23 +76,23 @@ class GuardedReceiver:
             self._guard(model)
 
     def apply_weights(self, weights: Any) -> None:
-        """Commit weights given by hand; see `sync_core.Receiver.apply_weights`."""
+        """Commit the given weights; see `sync_core.Receiver.apply_weights`."""
         with self._in_use:
             self._receiver.apply_weights(weights)
 
     def close(self) -> None:
-        """Leave the sender; the model keeps its weights."""
+        """Close the receiver; the model keeps its weights."""
         self._receiver.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE)
         self._hooks.close()
 
     def _guard(self, model: Any) -> None:
-        """Let no commit fall into a forward pass."""
+        """Make the model's forward passes exclude commits."""
         if not isinstance(model, nn.Module):
             return
 
-        # Functions, and not methods, since a copy of the model must share them.
+        # Functions instead of methods, since a copy of the model must share them.
         def begin(*_: Any) -> None:
             self._in_use.acquire()
             if self._staged:
@@ -121,12 +121,12 @@ class GuardedReceiver:
                     self._commit()
 
     def _commit(self) -> None:
-        """Commit what is staged; the caller holds the lock."""
+        """Commit the staged version; the caller holds the lock."""
         self._staged = False
         try:
             self._receiver.load()
             self._receiver.confirm()
         except Exception as error:
-            # The sender reports it; the worker continues with the weights that it has.
+            # The sender reports the error; the worker continues with its current weights.
             self._receiver.reject(error)
             _log.exception("torchrl worker could not commit a version")

@@ -1,4 +1,4 @@
-"""A weight sync scheme of TorchRL over any scheme of sync-core."""
+"""Makes any scheme of sync-core a weight sync scheme of TorchRL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sync_plugin_std import SendGroup
 from sync_plugin_torchrl.guarded_receiver import GuardedReceiver
 from sync_plugin_torchrl.sources import find_devices, find_sources, find_target
 
-# Attributes that a pickled scheme leaves behind.
+# Attributes that are not pickled with a scheme.
 _STAYS = (
     "_senders",
     "_group",
@@ -45,10 +45,10 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
     Args:
         scheme: the name of an installed scheme, such as ``"shm"`` or ``"ray"``, or a plugin object.
         strategy: how a module is read and written, ``"tensordict"`` or ``"state_dict"``.
-        sync: whether `send` returns when the workers have committed the version. Otherwise it
-            returns once the weights are read, and the next `send` raises what failed.
-        per_worker_weights: whether workers may be sent different weights, as a dict by worker.
-            That needs no argument where the collector has a policy factory for each worker.
+        sync: whether `send` waits until the workers have committed the version. Otherwise it
+            returns once the weights are read, and the next `send` raises a failure.
+        per_worker_weights: whether `send` accepts a dict with different weights for each worker.
+            Set automatically if the collector has a policy factory for each worker.
         timeout: deadline of every send, and of a worker's first version, in seconds.
         **options: other arguments of `sync_core.Sender`, such as ``layers`` and ``zero_copy``,
             and options of the scheme.
@@ -90,17 +90,17 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         self._stay()
 
     def _stay(self) -> None:
-        """Begin with no end of a connection."""
-        # Workers with weights of their own have one sender each, under their index; others have
-        # one for all.
+        """Initialise the attributes that are not pickled."""
+        # With weights per worker, one sender for each worker index; otherwise one sender under
+        # None.
         self._senders: dict[int | None, Sender] = {}
         self._group = SendGroup(self._senders)
         self._pending: PendingSend | None = None
         self._receiver: GuardedReceiver | None = None
-        # A model that was made for this worker, which TorchRL would refer to weakly.
+        # Keeps a model that was made for this worker alive: TorchRL refers to it weakly.
         self._target: Any = None
 
-    # In the trainer.
+    # Methods for the trainer.
 
     def _init_on_sender_impl(
         self,
@@ -116,7 +116,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         remote_collectors: Sequence[Any] | None = None,
         ctx: object = None,
     ) -> None:
-        del ctx  # workers are reached by their addresses, and not through a context's pipes
+        del ctx  # workers are reached by address, not through the pipes of a context
         self.model_id = model_id or "policy"
         self.context = context
         sources = find_sources(
@@ -145,7 +145,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             self._devices[first + index] = device
 
     def _make_sender(self, key: int | None, source: Any, workers: Sequence[int]) -> None:
-        # The model comes last: a scheme learns from it which workers there are.
+        # The model is registered last: a scheme learns the workers from it.
         sender = self._senders[key] = Sender(
             self._scheme,
             num_workers=1,
@@ -165,7 +165,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
         del worker_idx
-        # The workers are still being made: the collector waits for them, and reports their errors.
+        # Not waited for: the collector is still starting the workers, and reports their errors.
         self._pending = self._group.send_async(dict.fromkeys(self._senders, weights))
 
     def send(self, weights: Any = None, worker_ids: int | Iterable[int] | None = None) -> None:
@@ -174,11 +174,11 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         Args:
             weights: a module, a TensorDict, a state_dict, or a path in the collector; None for the
                 collector's model; or a dict from workers to these, with ``per_worker_weights``.
-            worker_ids: one worker or several; None for all, or for those in the dict.
+            worker_ids: one worker or several; None for all, or for all in the dict.
 
         Raises:
             SendError: some workers failed; the others have the weights.
-            OptionError: a dict has no weights for a worker that is named; nothing was sent.
+            OptionError: a dict has no weights for a worker in ``worker_ids``; nothing was sent.
             UnknownWorkerError: no such worker; nothing was sent.
             LayoutMismatchError: the model has other names or shapes than before.
         """
@@ -200,7 +200,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
     def _message(
         self, weights: Any, worker_ids: int | Iterable[int] | None
     ) -> tuple[Mapping[int | None, Any], list[int]]:
-        """Return what each sender is to send, and to which workers."""
+        """Return the weights for each sender, and the workers."""
         by_worker = _is_by_worker(weights)
         if by_worker and not self.per_worker_weights:
             raise OptionError(
@@ -226,10 +226,10 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         return {index: weights[index] if by_worker else weights for index in chosen}, chosen
 
     def _settle(self) -> None:
-        """Wait for the send that is pending.
+        """Wait for the pending send.
 
-        An error about the first version is left out: it was sent to workers that were still being
-        made, and a worker that was late for it got it when it connected.
+        An error of the first version is ignored: it was sent while the workers were starting, and a
+        late worker got it when it connected.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -240,7 +240,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             if error.report.version > 1:
                 raise
 
-    # In a worker.
+    # Methods for a worker.
 
     def _init_on_receiver_impl(
         self,
@@ -275,10 +275,10 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         )
 
     def _pass_on(self, version: int) -> None:
-        """Let the collector know of a version that its model has."""
+        """Notify the worker's own collector of a version that its model has."""
         context = self.context
         if isinstance(context, Collector):
-            # It acts with this very model, so that nothing is left to be copied.
+            # The collector acts with this same model, so nothing needs to be copied.
             if version > 1 and self.model_id == "policy":
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
@@ -291,7 +291,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
             raise RuntimeError("call init_on_receiver() and connect() before receive()")
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Commit weights given by hand, between two forward passes of the model."""
+        """Commit the given weights between two forward passes of the model."""
         if self._receiver is None:
             raise RuntimeError("call init_on_receiver() and connect() before apply_weights()")
         if not inplace:
@@ -300,20 +300,20 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
 
     @property
     def model(self) -> Any:
-        """The worker's model; None in the trainer, where the sender reads the collector's."""
+        """The worker's model; None in the trainer, where the sender reads the collector's model."""
         return None if self.initialized_on_sender else super().model
 
     @model.setter
     def model(self, model: Any) -> None:
         WeightSyncScheme.model.fset(self, model)
-        # A collector may copy its policy to another device after the scheme was connected.
+        # A collector may copy its policy to another device after `connect`.
         if self._receiver is not None and model is not None:
             self._receiver.replace_model(model)
 
-    # At both ends.
+    # Methods for both sides.
 
     def create_transport(self, **kwargs: Any) -> NoReturn:
-        """Raise: transports are those of the sync-core scheme."""
+        """Raise an error: the scheme of sync-core makes the transports."""
         raise NotImplementedError("sync_core.Sender and sync_core.Receiver make the transports")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         for name in _STAYS:
             state.pop(name, None)
         if self._addresses:
-            # Addresses have what a worker needs, and layers of the trainer's may not pickle.
+            # A worker needs only its address, and the trainer's layers may not pickle.
             state.update(_scheme=None, _options={})
         return state
 
@@ -331,7 +331,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
         super().__setstate__(state)
 
     def shutdown(self) -> None:
-        """Close this end; the other one learns of it."""
+        """Close the senders or the receiver; the other side is notified."""
         # Also called for an object whose __init__ raised.
         state = vars(self)
         if receiver := state.get("_receiver"):
@@ -342,7 +342,7 @@ class Scheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
 
 
 def _first_index(context: Any) -> int:
-    """Return the index of the first worker: those of a DistributedCollector are ranks."""
+    """Return the index of the first worker: in a DistributedCollector, indices are ranks."""
     return 1 if isinstance(context, DistributedCollector) else 0
 
 
@@ -354,7 +354,7 @@ def _is_by_worker(weights: Any) -> bool:
 
 
 def _materialize(model: Any, device: torch.device | None) -> None:
-    """Allocate a policy that TorchRL has sent without its weights."""
+    """Allocate the tensors of a policy that TorchRL has sent without its weights."""
     if isinstance(model, nn.Module) and any(
         tensor.is_meta for tensor in (*model.parameters(), *model.buffers())
     ):
@@ -362,7 +362,7 @@ def _materialize(model: Any, device: torch.device | None) -> None:
 
 
 def _register() -> None:
-    """Let `WeightSyncScheme.from_backend("sync_core", scheme="shm")` find the class."""
+    """Register the class for `WeightSyncScheme.from_backend("sync_core", scheme="shm")`."""
     register = getattr(weight_sync_schemes, "register_weight_sync_backend", None)
     if register is not None:
         register("sync_core")(Scheme)

@@ -1,4 +1,4 @@
-"""The sources of the weights of each worker of a collector, and the models that they are for."""
+"""Finds the weights for each worker of a TorchRL collector, and the model to load them into."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def find_sources(
 ) -> dict[int, Any]:
     """Return the source of each worker's weights, by the worker's index.
 
-    The arguments are those of `WeightSyncScheme.init_on_sender`. Workers that share an object
-    have the same weights.
+    The arguments are those of `WeightSyncScheme.init_on_sender`. Workers with the same source
+    object get the same weights.
 
     Raises:
-        ModelError: there is no model.
+        ModelError: no model was found.
         OptionError: the number of workers is not known.
     """
     if params_map is not None:
@@ -66,7 +66,7 @@ def find_sources(
 
 
 def find_devices(context: Any, num_workers: int) -> list[torch.device | None]:
-    """Return the device of each worker's policy, as far as the collector knows it."""
+    """Return the device of each worker's policy, if the collector knows it."""
     devices = getattr(context, "policy_device", None)
     if not isinstance(devices, Sequence) or isinstance(devices, str):
         devices = [devices] * num_workers
@@ -76,8 +76,8 @@ def find_devices(context: Any, num_workers: int) -> list[torch.device | None]:
 def find_target(context: Any, model_id: str) -> Any:
     """Return the model of a worker.
 
-    A collector whose own workers make their policies has none: it gets one of theirs, from which
-    the weights are passed on.
+    If the collector's own workers make their policies, the collector has no model. It then gets a
+    policy from the factory, and passes on the weights received into it.
     """
     model = _find_model(context, model_id)
     if model is None and model_id == "policy":
@@ -87,18 +87,18 @@ def find_target(context: Any, model_id: str) -> Any:
 
 
 def _find_model(context: Any, model_id: str) -> Any:
-    """Return a collector's model, or None where only its workers have one."""
+    """Return a collector's model, or None if only its workers have one."""
     get_model = getattr(context, "get_model", None)
     if get_model is None:
         return resolve(context, model_id)
     try:
         return get_model(model_id)
-    except ValueError:  # TorchRL's answer where there is no policy
+    except ValueError:  # raised by TorchRL if there is no policy
         return None
 
 
 def _make_policies(factories: Any, num_workers: int) -> list[Any] | None:
-    """Make the policies that the workers will have: one object where they share a factory."""
+    """Make the workers' policies: one object for all if they share a factory."""
     if callable(factories):
         factories = [factories] * num_workers
     if not factories or not all(factories):
