@@ -1,4 +1,4 @@
-"""Gives pytest what `sync_testing` needs: a mark, and options where its suite is run."""
+"""The pytest plugin of `sync_testing`: registers a mark, and the options of its suite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SUITE = "sync_testing.suite"
 
 
 def pytest_addoption(parser: Any) -> None:
-    """Add an option for tests that inherit the conformance classes, under its own name."""
+    """Add the option of tests that inherit the conformance classes."""
     parser.getgroup("sync_testing", "conformance of sync-core plugins").addoption(
         "--conformance-report",
         metavar="FILE",
@@ -19,7 +19,7 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    """Let a case say how long it may take, also where pytest-timeout, which obeys, is not there."""
+    """Register the mark for time limits, which pytest-timeout obeys if it is installed."""
     config.addinivalue_line("markers", "timeout(seconds): how long a test may take")
     if path := config.getoption("conformance_report"):
         from sync_testing.report import Reporting
@@ -28,6 +28,6 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_load_initial_conftests(early_config: Any, args: list[str]) -> None:
-    """Import what needs torch in no other run."""
+    """Load the suite's options only if the suite is run, because they import torch."""
     if any(argument.startswith(_SUITE) for argument in args):
         early_config.pluginmanager.import_plugin(f"{_SUITE}.options")

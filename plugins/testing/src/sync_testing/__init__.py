@@ -1,12 +1,12 @@
-"""Conformance by inheritance: test classes for plugins, for use with pytest.
+"""Conformance tests by inheritance: pytest classes for plugins.
 
-Reading begins at `sync_testing.schemes`, the cases of transports. Beside the classes there is what
-the tests of a plugin need: `eventually`, `descendants`, `interrupted`, `Loopback`.
+Reading begins at `sync_testing.schemes`, the cases for transports. The package also has helpers for
+a plugin's own tests: `eventually`, `descendants`, `interrupted`, `Loopback`.
 """
 
 import pytest
 
-# Before the import, or pytest would not explain their failures.
+# Before the import: otherwise pytest would not explain failed assertions in these modules.
 pytest.register_assert_rewrite(
     "sync_testing.layers",
     "sync_testing.schemes",

@@ -1,6 +1,6 @@
-"""A badge of a report of the suite: ``python -m sync_testing.badge conformance.json badge.svg``.
+"""Makes a badge from a report: ``python -m sync_testing.badge conformance.json badge.svg``.
 
-A name that ends in ``.json`` gets what https://shields.io/badges/endpoint-badge reads.
+A file whose name ends in ``.json`` is written for https://shields.io/badges/endpoint-badge.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["badge", "main"]
 
 _COLOURS = {"passed": ("brightgreen", "#4c1"), "failed": ("red", "#e05d44")}
 _OTHER = ("yellow", "#dfb317")
-# The width of a letter in 11 px Verdana, about, and the space at both sides, in px.
+# The approximate width of a letter in 11 px Verdana, and the padding on both sides, in px.
 _LETTER, _MARGIN = 7, 10
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="20" role="img" \
 aria-label="{label}: {message}"><title>{label}: {message}</title>
@@ -33,8 +33,8 @@ def badge(version: str, results: Sequence[PluginResult]) -> tuple[str, str, str]
     """Return the label, the message and the verdict of a badge.
 
     Args:
-        version: of the suite.
-        results: of the plugins of a report.
+        version: the version of the suite.
+        results: the results in a report.
 
     Example:
         >>> results = [PluginResult("scheme", "owl", "SchemeConformance", counts={"passed": 9})]
@@ -56,7 +56,7 @@ def badge(version: str, results: Sequence[PluginResult]) -> tuple[str, str, str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make a badge, by the arguments of the command line."""
+    """Make a badge from the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="python -m sync_testing.badge", description=__doc__)
     parser.add_argument("report", type=Path, help="what --report wrote")
     parser.add_argument("badge", type=Path, help="the badge: NAME.svg or NAME.json")

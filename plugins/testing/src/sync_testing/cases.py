@@ -1,4 +1,4 @@
-"""The base of all conformance classes, whose cases cannot be overridden."""
+"""The base class of all conformance classes: it forbids overriding cases."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 
 
 class Conformance:
-    """Base of the conformance classes.
+    """Base class of the conformance classes.
 
-    A plugin that is known to fail a case says so, and why; everything else is an error when the
-    class is made, and so when pytest collects it. The marks of the case, such as its parameters,
-    hold for what overrides it. The case must fail then: when it passes, the mark has to go.
+    A subclass may override a case only to mark it as an expected failure, with a reason. Anything
+    else raises an error when the class is defined, so when pytest collects it. The override keeps
+    the marks of the case, such as its parameters. The marked case must fail: when it passes, remove
+    the mark.
 
     Raises:
         TypeError: a subclass overrides a case and does not mark it as an expected failure.
@@ -50,14 +51,14 @@ class Conformance:
 
 
 def _written(cls: type) -> Iterator[tuple[type, str, Any]]:
-    """Return definitions of the class and its mixins that were not checked before."""
+    """Return the definitions in a class and its mixins that were not checked before."""
     for base in cls.__mro__:
         if base is cls or not issubclass(base, Conformance):
             yield from ((base, name, override) for name, override in vars(base).items())
 
 
 def _after(cls: type, base: type, name: str) -> Any:
-    """Return the attribute that ``base`` overrides."""
+    """Return the next attribute in the method resolution order after ``base``."""
     later = cls.__mro__[cls.__mro__.index(base) + 1 :]
     return next((vars(other)[name] for other in later if name in vars(other)), None)
 

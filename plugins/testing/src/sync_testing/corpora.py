@@ -1,7 +1,7 @@
-"""Inputs for a reader of bytes that others write: kept in files, and searched for by coverage.
+"""Inputs for testing parsers: keeps them in files, and searches new ones by coverage.
 
-`explore` mutates the inputs of a corpus, and keeps each that covers new steps of the reader, so
-that later mutations start from there. AFL describes the method:
+`explore` mutates the inputs of a corpus, and keeps each input with which the parser executes new
+steps, as a start for later mutations. AFL describes the method:
 https://lcamtuf.coredump.cx/afl/technical_details.txt
 """
 
@@ -21,12 +21,12 @@ from sync_testing.fuzz import Mutator
 
 __all__ = ["explore", "read_corpus", "write_corpus"]
 
-# The memory that a reader's own objects may take, beside that for the input.
+# The memory that a parser may use in addition to that for its input.
 _SPARE_NBYTES = 64 << 20
 _GROWTH = 10
-# Longer inputs reach nothing that shorter ones do not.
+# Longer inputs cover nothing new.
 _LONGEST = 4096
-# A step: the file, the line before, and the line.
+# A step: the file, the previous line, and the line.
 Step = tuple[str, int, int]
 
 
@@ -40,23 +40,23 @@ def explore(
     seconds: float = 1.0,
     packages: tuple[str, ...] = ("sync_",),
 ) -> list[bytes]:
-    """Have a reader read each input of a corpus, and changed ones, and return those that are new.
+    """Call a parser with a corpus and mutations of it; return the inputs that cover new steps.
 
     Args:
-        read: reads an input.
-        corpus: where to begin, at least one input.
-        expected: the errors that an input may raise.
-        rounds: how many changed inputs are read.
-        seed: of the changes.
-        seconds: how long a call may compute.
-        packages: how the names of the modules begin whose steps count.
+        read: the parser.
+        corpus: the first inputs, at least one.
+        expected: the errors that the parser may raise.
+        rounds: the number of mutated inputs.
+        seed: the seed of the mutations.
+        seconds: the most CPU time of a call.
+        packages: prefixes of the names of the modules whose steps count.
 
     Returns:
-        The inputs that made the reader take a step that none before them has.
+        The inputs that cover a step that no input before them covers.
 
     Raises:
-        AssertionError: the reader raised another error, computed for longer, or took more memory
-            than ten times its input and 64 MiB; the message has the input.
+        AssertionError: the parser raised another error, ran for longer, or used more memory than
+            ten times its input plus 64 MiB; the message has the input.
 
     Example:
         >>> def read(data: bytes) -> None:
@@ -66,7 +66,7 @@ def explore(
         []
     """
     mutator = Mutator(seed)
-    # On Linux, the peak of this search and not that of the process before it.
+    # On Linux, reset the peak, which would include the process before this search.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     known: set[Step] = set()
@@ -86,7 +86,7 @@ def explore(
 
 
 def read_corpus(path: Path) -> list[bytes]:
-    """Return the inputs of a file: a JSON string in each line, whose characters are the bytes."""
+    """Return the inputs in a file: each line is a JSON string with one character per byte."""
     return [json.loads(line).encode("latin-1") for line in path.read_text("utf-8").splitlines()]
 
 
@@ -106,7 +106,7 @@ def write_corpus(path: Path, inputs: Sequence[bytes]) -> None:
 
 
 def _changed(mutator: Mutator, data: bytes) -> bytes:
-    """Return a changed input; one whose lines are JSON mostly stays so."""
+    """Return a mutated input; an input of JSON lines usually stays JSON."""
     if mutator.random.random() < 0.6:
         lines = data.split(b"\n")
         place = mutator.random.randrange(len(lines))
@@ -125,7 +125,7 @@ def _steps(
     seconds: float,
     packages: tuple[str, ...],
 ) -> set[Step]:
-    """Return the steps that a reader takes for an input."""
+    """Return the steps that a parser executes for an input."""
     steps: set[Step] = set()
 
     def enter(frame: FrameType, event: str, arg: Any) -> Any:
@@ -160,6 +160,6 @@ def _steps(
 
 
 def _peak_nbytes() -> int:
-    """Return the most memory that this process has had."""
+    """Return the peak memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Sentences that many assertions of the conformance suite share."""
+"""Messages that many assertions of the conformance suite share."""
 
 from __future__ import annotations
 

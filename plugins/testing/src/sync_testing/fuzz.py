@@ -1,8 +1,8 @@
-"""Hostile messages: what a peer that knows the protocol, and keeps to none of it, may send.
+"""Fuzzing: hostile messages that a peer may send although it knows the protocol.
 
-`Mutator` changes messages and bytes by a seed, so that a failure can be repeated. `hostile` makes
-the connection of a real receiver send what a mutator makes of its messages: whatever comes before,
-such as the proof that the peer knows the token, is done by the receiver's own code.
+`Mutator` changes messages and bytes by a seed, so that failures are reproducible. `hostile` makes a
+real receiver's connection send mutated messages. The receiver's own code has authenticated the
+connection before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["VALUES", "Mutator", "besiege", "find", "hostile"]
 
 Found = TypeVar("Found")
 
-#: Values of every kind that JSON has, and the edges of each.
+#: Values of every JSON type, including edge cases.
 VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -62,11 +62,11 @@ VALUES: tuple[Any, ...] = (
 
 
 class Mutator:
-    """Makes wrong messages of right ones, the same for the same seed.
+    """Mutates messages and bytes, in the same way for the same seed.
 
     Args:
-        seed: which.
-        vocabulary: messages of the protocol, whose types and fields are mixed.
+        seed: the seed.
+        vocabulary: messages of the protocol to start from.
 
     Example:
         >>> mutator = Mutator(1, [{"type": "answer", "version": 3}])
@@ -79,11 +79,11 @@ class Mutator:
         self.vocabulary = list(vocabulary)
 
     def value(self) -> Any:
-        """Return a value that belongs nowhere in particular."""
+        """Return a random value."""
         return self.random.choice(VALUES)
 
     def message(self, message: Message | None = None) -> Any:
-        """Return a message that is like another one, or like one of the vocabulary."""
+        """Return a mutation of a message, or of one from the vocabulary."""
         if message is None:
             message = self.random.choice(self.vocabulary)
         elif (
@@ -98,7 +98,7 @@ class Mutator:
         return changed
 
     def data(self, data: bytes) -> bytes:
-        """Return bytes that are like others."""
+        """Return a mutation of bytes."""
         changed = bytearray(data)
         for _ in range(self.random.choice((1, 1, 2, 8))):
             place = self.random.randrange(len(changed) + 1)
@@ -114,7 +114,7 @@ class Mutator:
         return bytes(changed)
 
     def frame(self, message: Any) -> bytes:
-        """Return a message as it travels over a `Channel`; now and then, not even that."""
+        """Return a message in the format of a `Channel`; sometimes a corrupted one."""
         text = json.dumps(message).encode()
         how = self.random.randrange(12)
         if how == 0:
@@ -143,19 +143,19 @@ class Mutator:
 
 
 def hostile(channel: Channel, mutator: Mutator, *, share: float = 1.0) -> Callable[..., None]:
-    """Have a connection send mutated messages from now on; return what sends one more.
+    """Make a connection send mutated messages from now on; return a function that sends one.
 
     Args:
-        channel: of a receiver that is connected.
-        mutator: makes the messages.
-        share: of the messages that are mutated.
+        channel: the channel of a connected receiver.
+        mutator: mutates the messages.
+        share: the share of the messages that are mutated.
     """
     connection: socket.socket = channel._socket
 
     def send(message: Message | None = None, descriptors: Sequence[int] = ()) -> None:
         kept = message is not None and mutator.random.random() >= share
         frame = mutator.frame(message if kept else mutator.message(message))
-        # The sender hangs up on what it does not understand.
+        # The sender closes the connection after a message that it does not understand.
         with suppress(OSError):
             if mutator.random.random() < 0.05:
                 descriptors = [connection.fileno()] * mutator.random.randrange(1, 6)
@@ -166,7 +166,7 @@ def hostile(channel: Channel, mutator: Mutator, *, share: float = 1.0) -> Callab
 
 
 def find(holder: Any, kind: type[Found]) -> Iterator[Found]:
-    """Yield what of a kind the transports of an end are made of."""
+    """Yield the objects of a class that the transports of a sender or receiver consist of."""
     seen: set[int] = set()
     left = [holder]
     while left:
@@ -191,22 +191,23 @@ def besiege(
     patience: float = 5.0,
     address: Callable[[int], Address] | None = None,
 ) -> int:
-    """Send versions to worker 0 while worker 1 attacks; worker 0 must get every one of them.
+    """Send versions to worker 0 while worker 1 attacks; worker 0 must get every version.
 
     Args:
-        sender: of a scheme whose workers connect, with these two; closed in the end.
-        model: what it sends.
-        attack: does something hostile as worker 1, by the receiver that it is given.
-        rounds: how many versions are sent.
-        patience: how long worker 0 may take to get one, in seconds.
-        address: of a worker by its id, where it is not the sender's: such as a relay's.
+        sender: a sender with these two workers, whose scheme has connections; closed at the end.
+        model: the model to send.
+        attack: does something hostile with the receiver of worker 1.
+        rounds: the number of versions.
+        patience: the longest time for worker 0 to get a version, in seconds.
+        address: returns the address of a worker by id, if it is not the sender's, such as a
+            relay's.
 
     Returns:
-        How many connections the attacker has lost.
+        The number of connections that the attacker has lost.
 
     Raises:
-        AssertionError: worker 0 lacks a version, a thread has ended by an exception, or worker 1
-            cannot be served any more.
+        AssertionError: worker 0 lacks a version, a thread has raised an exception, or worker 1 can
+            no longer be served.
     """
     address = address or sender.address
     ended: list[threading.ExceptHookArgs] = []
@@ -238,7 +239,7 @@ def besiege(
 def _send(
     sender: Sender, model: nn.Module, value: float, receiver: Receiver, patience: float
 ) -> None:
-    """Send a version, of which a receiver must get all in time, whatever the others do."""
+    """Send a version, which a receiver must get in time while others attack."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen moment, so that tests can try one after the other."""
+"""Raises Ctrl-C at a chosen moment, so that tests can try every moment."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from types import FrameType
 
 
 class Moments:
-    """The outcome of an `interrupted` block."""
+    """The result of an `interrupted` block."""
 
-    #: Whether there was such a moment.
+    #: Whether the chosen moment came.
     came = False
-    #: How many moments there were.
+    #: The number of moments.
     count = 0
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
     while frame is not None:
-        # The garbage collector calls finalizers, those of subclasses included, at any moment.
+        # The garbage collector calls finalizers, including those of subclasses, at any moment.
         if frame.f_code.co_name == "__call__" and isinstance(
             frame.f_locals.get("self"), weakref.finalize
         ):
@@ -34,16 +34,16 @@ def _in_finalizer(frame: FrameType | None) -> bool:
 
 @contextmanager
 def interrupted(moment: int | None, *, within_threading: bool = False) -> Iterator[Moments]:
-    """For ``with``: Ctrl-C, at one of the moments at which Python looks for it in code of ours.
+    """For ``with``: raise Ctrl-C at one of the moments at which Python checks for it in our code.
 
-    A moment is when a function begins, and when one that is not written in Python returns.
-    Left out is what may run in a destructor, where Python discards exceptions: generators that
-    continue, and finalizers.
+    A moment is the start of a function, or the return of a function that is not written in Python.
+    Generators and finalizers are left out: they may run in a destructor, where Python discards
+    exceptions.
 
     Args:
-        moment: which of them; a block may have fewer. None: none of them, they are only counted.
-        within_threading: whether code of `threading` counts as ours: Conditions and Events are
-            written in Python, and may keep their lock when they are interrupted.
+        moment: the number of the moment; a block may have fewer. None only counts the moments.
+        within_threading: whether code of `threading` counts as ours: an interrupted Condition or
+            Event, which are written in Python, may keep its lock.
     """
     moments = Moments()
 

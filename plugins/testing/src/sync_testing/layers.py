@@ -35,18 +35,18 @@ from sync_testing.worker_groups import count_threads
 
 
 def eighths(seed: int) -> Tensor:
-    """Small multiples of 1/8, which every floating-point dtype of 16 bits can hold."""
+    """Return small multiples of 1/8, which every 16-bit floating-point dtype represents exactly."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-64, 65, (12,), generator=generator) / 8
 
 
 def matrix(value: int, dtype: torch.dtype) -> Tensor:
-    """A small matrix of one value, of any dtype."""
+    """Return a small matrix of one value, of any dtype."""
     return torch.full((5, 3), float(value)).to(dtype)
 
 
 class Vector(nn.Module):
-    """A model with a parameter and a buffer."""
+    """A model with one parameter and one buffer."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class Vector(nn.Module):
 
 
 def named(model: Any) -> Mapping[str, Tensor]:
-    """Return the tensors of a model by their names."""
+    """Return the tensors of a model by name."""
     tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
     return tensors
 
 
-# A layer that skips more pushes than this in a row leaves its workers behind for good.
+# A layer that skips more pushes than this in a row never updates its workers.
 _MOST_SKIPPED = 64
 
 
@@ -70,7 +70,7 @@ class LayerLink:
     Args:
         sender: the sender.
         targets: the models of its workers.
-        settles: how many updates of the same weights bring a worker what was sent.
+        settles: the number of updates with the same weights until a worker has them.
     """
 
     def __init__(self, sender: Sender, targets: list[Any], settles: int = 1) -> None:
@@ -80,13 +80,13 @@ class LayerLink:
         self.receivers = [Receiver(sender.address(i), t) for i, t in enumerate(targets)]
 
     def send(self, weights: Any = None, worker_ids: list[int] | None = None) -> int:
-        """Push until the weights have settled in every worker that they are for; the version."""
+        """Send until the target workers have the weights; return the version."""
         for _ in range(self.settles):
             version = self._send(weights, worker_ids)
         return version
 
     def _send(self, weights: Any, worker_ids: list[int] | None) -> int:
-        """Push until every worker that it is for has been updated; the version."""
+        """Push until every target worker was updated once; return the version."""
         wanted = set(self.sender.all_worker_ids() if worker_ids is None else worker_ids)
         for _ in range(_MOST_SKIPPED):
             wanted -= set(self._push(weights, sorted(wanted)).updated)
@@ -95,18 +95,18 @@ class LayerLink:
         raise AssertionError(f"{_MOST_SKIPPED} pushes in a row were held back")
 
     def push_unseen(self, weights: Any) -> None:
-        """Push until one goes out, and let no worker receive it."""
+        """Send until a version is not skipped, and let no worker receive it."""
         for _ in range(_MOST_SKIPPED):
             self.sender.send_async(weights).wait(0.0)
         raise AssertionError(f"{_MOST_SKIPPED} pushes in a row were held back")
 
     def join(self, target: Any) -> None:
-        """One more worker."""
+        """Add a worker."""
         worker_id = self.sender.add_worker()
         self.receivers.append(Receiver(self.sender.address(worker_id), target))
 
     def come_back(self, target: Any) -> None:
-        """Worker 0 closes its receiver and makes another."""
+        """Close the receiver of worker 0, and make another."""
         self.receivers[0].close()
         address = pickle.loads(pickle.dumps(self.sender.address(0)))
         self.receivers[0] = Receiver(address, target)
@@ -114,21 +114,21 @@ class LayerLink:
     def _push(self, weights: Any, worker_ids: list[int]) -> SendReport:
         pending = self.sender.send_async(weights, worker_ids)
         for worker_id in worker_ids:
-            # The sender reports what it raises.
+            # The sender reports the receiver's error.
             with suppress(SyncError):
                 self.receivers[worker_id].receive(0)
         return pending.wait(0.0)
 
 
 class LayerCases(Conformance):
-    """Base of the cases; see `LayerConformance` for the attributes."""
+    """Base class of the cases; see `LayerConformance` for the attributes."""
 
     layer: ClassVar[Any]
     tolerance: ClassVar[float] = 0.0
     settles: ClassVar[int] = 1
 
     def make_source(self, seed: int) -> Any:
-        """Make the trainer's model, with other values for each seed."""
+        """Make the trainer's model, with different values for each seed."""
         return Vector(eighths(seed))
 
     def make_target(self) -> Any:
@@ -136,30 +136,30 @@ class LayerCases(Conformance):
         return Vector(torch.zeros(12))
 
     def expected(self, source: Any) -> Mapping[str, Tensor]:
-        """Return the names and tensors that a worker has after a send of ``source``."""
+        """Return the expected tensors of a worker by name, after a send of ``source``."""
         return named(source)
 
     @pytest.fixture
     def senders(self) -> Iterator[ExitStack]:
-        """Return an `ExitStack` that closes at the end of the case."""
+        """Return an `ExitStack` that is closed at the end of the case."""
         with ExitStack() as stack:
             yield stack
 
     def link(
         self, senders: ExitStack, source: Any, *targets: Any, layers: Any = None, **options: Any
     ) -> LayerLink:
-        """A sender of the layer, with a worker for each target."""
+        """Return a sender with the layer, and a worker for each target."""
         sender = Sender(
             Loopback(), source, num_workers=len(targets), layers=layers or [self.layer], **options
         )
         return LayerLink(senders.enter_context(sender), list(targets), self.settles)
 
     def check_target(self, target: Any, source: Any) -> None:
-        """Check that a worker has what it must have after a send of ``source``."""
+        """Check that a worker has the expected weights after a send of ``source``."""
         self.check(named(target), self.expected(source))
 
     def check(self, got: Any, sent: Any) -> None:
-        """Names and kinds are those that were sent; values too, but for what may be lost."""
+        """Check names, dtypes and shapes, and the values up to the tolerance."""
         assert _kinds(got) == _kinds(sent), "the layer must restore every name, dtype and shape"
         for name, tensor in sent.items():
             mine, theirs = got[name].detach(), tensor.detach()
@@ -184,7 +184,7 @@ class LayerCases(Conformance):
 
 
 def _kinds(named: Any) -> dict[str, str]:
-    """Names, dtypes and shapes."""
+    """Return names, dtypes and shapes."""
     return {name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in named.items()}
 
 
@@ -204,7 +204,7 @@ SHAPES = ((), (0,), (3, 0, 2), (1,), (7,), (13, 17), (2, 3, 4, 5))
 
 
 class LayerValueCases(LayerCases):
-    """Dtypes, shapes, modules, the forms of an update, and other layers."""
+    """Dtypes, shapes, modules, forms of an update, and other layers."""
 
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_floating_point_comes_back(self, senders: ExitStack, dtype: torch.dtype) -> None:
@@ -248,7 +248,7 @@ class LayerValueCases(LayerCases):
 
     def test_a_default_device_concerns_no_layer(self, senders: ExitStack) -> None:
         sources, target = [self.make_source(seed) for seed in range(3)], self.make_target()
-        # Tensors there have no values, so a use of one raises, as one of a GPU would.
+        # Tensors on this device have no values, so using one raises an error, as for a GPU.
         with torch.device("meta"):
             link = self.link(senders, sources[0], target)
             for source in sources[1:]:
@@ -325,7 +325,7 @@ class LayerValueCases(LayerCases):
 
 
 class HistoryCases(LayerCases):
-    """Workers that join, miss versions, come back, or were changed; pushes that are held back."""
+    """Workers that join, miss versions, reconnect, or were changed; skipped pushes."""
 
     def test_many_versions_in_a_row(self, senders: ExitStack) -> None:
         link = self.link(senders, self.make_source(0), self.make_target())
@@ -425,7 +425,7 @@ class HistoryCases(LayerCases):
 
 
 class LayerCombinationCases(LayerCases):
-    """Nothing but the weights on the way is changed."""
+    """Layers change only the weights in transit."""
 
     def test_the_trainers_tensors_are_not_touched(self, senders: ExitStack) -> None:
         model = self.make_source(3)
@@ -491,7 +491,7 @@ class LayerCombinationCases(LayerCases):
 
 
 def _leaves(model: Any) -> Iterator[Tensor]:
-    """Yield the very tensors of a model, which `named` gives detached."""
+    """Yield the tensors of a model themselves; `named` returns detached ones."""
     if isinstance(model, nn.Module):
         yield from model.parameters()
         yield from model.buffers()
@@ -500,17 +500,17 @@ def _leaves(model: Any) -> Iterator[Tensor]:
 
 
 class LayerConformance(LayerValueCases, HistoryCases, LayerCombinationCases):
-    """The requirements of a layer that takes any model; inherit and set `layer`.
+    """Conformance tests of a layer for any model: inherit, and set `layer`.
 
-    Workers are receivers in this process, fed by a scheme of one page, so a case takes
-    milliseconds. A layer that holds pushes back is pushed until it lets one through.
+    Workers are receivers in this process with the scheme `Loopback`, so a case takes milliseconds.
+    If the layer skips pushes, the case sends until one is not skipped.
 
     Attributes:
         layer: the name of an installed layer, or an object.
-        tolerance: by how much a floating-point weight may differ after the way, relative to the
-            largest weight of its tensor; 0 for a layer that loses nothing.
-        settles: after how many updates with the same weights a worker has them, within the
-            tolerance; more than 1 for a layer that sends a part of each change, and the rest later.
+        tolerance: the largest difference of a received floating-point weight, relative to the
+            largest weight of its tensor; 0 for a lossless layer.
+        settles: the number of updates with the same weights until a worker has them, within the
+            tolerance; more than 1 for a layer that sends changes in parts.
 
     Example:
         >>> class TestBFloat16(LayerConformance):
@@ -520,10 +520,10 @@ class LayerConformance(LayerValueCases, HistoryCases, LayerCombinationCases):
 
 
 class LayerPairConformance(HistoryCases, LayerCombinationCases):
-    """The requirements of a layer between two different models; inherit and name the pair.
+    """Conformance tests of a layer between different models: inherit, and define the models.
 
-    For layers whose workers have other names or shapes than the trainer, or that take certain
-    models only. Override `make_source`, `make_target` and `expected`.
+    For layers whose workers have other names or shapes than the trainer, or that accept only
+    certain models. Override `make_source`, `make_target` and `expected`.
 
     Attributes:
         layer: the name of an installed layer, or an object.

@@ -1,4 +1,4 @@
-"""A whole scheme of one page, for cases that need one and do not care which."""
+"""A minimal scheme within one thread, for cases that need any scheme."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ _senders: WeakValueDictionary[str, LoopbackSender] = WeakValueDictionary()
 
 
 def offered(address: Address) -> Payload | None:
-    """Return what the worker of an address was sent last."""
+    """Return the payload that was last sent to the worker of an address."""
     wanted = _senders[address.endpoint].roster.wanted(address.worker_id)
     return None if wanted is None else wanted.content
 
 
 @dataclass(frozen=True)
 class LoopbackOptions:
-    """It has none."""
+    """No options."""
 
 
 class Loopback:
-    """Weights go through private memory of one process and one thread, so no call waits."""
+    """A scheme that passes weights through the memory of one process, without waiting."""
 
     capabilities = frozenset({"broadcast", "late_join"})
     endpoint_type = str
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The sender's or a receiver's side."""
+        """Make the transport of the sender or of a receiver."""
         if context.side == "receiver":
             return LoopbackReceiver(context)
         return LoopbackSender(context)
 
 
 class LoopbackSender(SenderTransport):
-    """Keeps one copy of each version, as long as a worker may ask for it."""
+    """Keeps one copy of each version, while a worker may request it."""
 
     def __init__(self, context: TransportContext) -> None:
         context.parse_options(LoopbackOptions)
@@ -58,12 +58,12 @@ class LoopbackSender(SenderTransport):
         _senders[self._name] = self
 
     def address(self, worker_id: int) -> str:
-        """The name under which this process knows the sender."""
+        """Return the name under which this process finds the sender."""
         del worker_id
         return self._name
 
     def publish(self, payload: Payload) -> Publication:
-        """Copy once for all."""
+        """Copy the payload once for all workers."""
         block = Block.allocate(payload.nbytes)
         payload.pack(block)
         copy = Payload.unpack(block, payload.version)
@@ -73,13 +73,13 @@ class LoopbackSender(SenderTransport):
         """Do nothing: receivers ask the roster."""
 
     def close(self) -> None:
-        """Release the memory; receivers find that this transport is closed."""
+        """Release the memory; receivers then raise `SenderLostError`."""
         _senders.pop(self._name, None)
         self.roster.close()
 
 
 class LoopbackReceiver(ReceiverTransport):
-    """Looks into the sender."""
+    """Reads versions from the sender's roster."""
 
     def __init__(self, context: TransportContext) -> None:
         self._worker_id = context.worker_id
@@ -91,7 +91,7 @@ class LoopbackReceiver(ReceiverTransport):
         self._roster.connected(self._worker_id, self)
 
     def receive(self, timeout: float) -> Payload | None:
-        """Return the newest payload at once; there is only one thread."""
+        """Return the newest payload, without waiting: there is only one thread."""
         del timeout
         reason = self._roster.dismissed(self._worker_id, self)
         if reason is not None:
@@ -104,8 +104,8 @@ class LoopbackReceiver(ReceiverTransport):
         return payload
 
     def acknowledge(self, answer: Answer) -> None:
-        """Answer at once."""
+        """Pass the answer to the sender at once."""
         self._roster.answered(self._worker_id, self, answer)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the receiver holds no resources."""

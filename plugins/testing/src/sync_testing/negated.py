@@ -1,4 +1,4 @@
-"""A layer that loses nothing and is easily seen: what travels is the weights' negative."""
+"""A lossless layer whose effect is easy to see: it sends the weights with opposite signs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from sync_core import Update, hookimpl
 
 
 class Negated:
-    """Floating-point weights travel with the other sign; nothing else is changed."""
+    """Sends floating-point weights with the opposite sign, and everything else unchanged."""
 
     @hookimpl(wrapper=True)
     def prepare_weights(self) -> Generator[None, Update, Update]:
-        """Turn the signs."""
+        """Negate the weights."""
         update = yield
         update.replace([_negated(tensor) for tensor in update.tensors])
         return update
 
     @hookimpl(wrapper=True)
     def apply_weights(self, update: Update) -> Generator[None, Any, Any]:
-        """Turn them back."""
+        """Negate them back."""
         update.replace([_negated(tensor) for tensor in update.tensors])
         return (yield)
 
 
 def _negated(tensor: Tensor) -> Tensor:
-    # Arithmetic on the floats of one byte does not exist.
+    # One-byte floats have no arithmetic.
     return -tensor.detach() if tensor.is_floating_point() and tensor.itemsize > 1 else tensor

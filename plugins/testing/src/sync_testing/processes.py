@@ -1,4 +1,4 @@
-"""The processes that a test has started, and that it must not leave behind."""
+"""Finds the processes that a test has started and must not leave behind."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sync_plugin_std.workers import fork_server_pids
 
 
 def descendants() -> set[int]:
-    """The ids of the processes that descend from this one (Linux).
+    """Return the ids of the processes that descend from this one (Linux).
 
-    Those that fork workers, and those that `multiprocessing` starts once and keeps, are left out:
-    they end with this process.
+    Fork servers and other processes that `multiprocessing` starts once and keeps are left out: they
+    end with this process.
     """
     parents = {
         int(path.parent.name): _parent_of(path)
@@ -29,7 +29,7 @@ def descendants() -> set[int]:
 
 
 def _kept() -> set[int]:
-    """Return the processes that `multiprocessing` keeps, where it still names them so."""
+    """Return the processes that `multiprocessing` keeps, if it still has these names."""
     server = getattr(forkserver, "_forkserver", None)
     tracker = getattr(resource_tracker, "_resource_tracker", None)
     pids = getattr(server, "_forkserver_pid", None), getattr(tracker, "_pid", None)
@@ -38,7 +38,7 @@ def _kept() -> set[int]:
 
 def _parent_of(stat: Path) -> int | None:
     try:
-        # The name before it is in brackets, and may hold anything.
+        # The name before it is in parentheses, and may contain anything.
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return None

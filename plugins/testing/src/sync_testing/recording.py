@@ -1,7 +1,7 @@
-"""Histories of the senders and workers of a test, for `check_history`.
+"""Records the history of a test's senders and workers, for `check_history`.
 
-`Recorder` keeps the events, in memory or in a file that several processes append to;
-`WorkerRecorder` writes those of one receiver.
+`Recorder` keeps the events, in memory or in a file to which several processes append.
+`WorkerRecorder` records the events of one receiver.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Recorder", "WorkerRecorder"]
 
 
 class Recorder:
-    """The history of one sender and its workers.
+    """Records the history of one sender and its workers.
 
     Args:
-        path: the file, for workers in other processes; None for this process's memory.
+        path: the file, for workers in other processes; None to keep it in memory.
 
     Example:
         >>> recorder = Recorder()
@@ -36,7 +36,7 @@ class Recorder:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._events: list[Event] = []
-        # Open from the beginning: a test may leave no descriptor for it.
+        # Opened at the beginning: later the test may leave no free descriptor.
         self._file = None if path is None else path.open("ab", buffering=0)
 
     def add(self, event: str, **fields: Any) -> None:
@@ -47,22 +47,22 @@ class Recorder:
             self._file.write(event_line(event, **fields))
 
     def send(self, version: int, *, digest: str | None, deadline: float | None = None) -> None:
-        """Add a send that begins.
+        """Add the beginning of a send.
 
         Args:
-            version: what it sends.
-            digest: identifies the bytes, as the ``look`` of a `WorkerRecorder` does.
+            version: the version that is sent.
+            digest: identifies the weights, as the ``look`` of a `WorkerRecorder` does.
             deadline: the time until which it must end, in seconds.
         """
         self.add("send", version=version, digest=digest, deadline=deadline)
 
     def report(self, report: SendReport) -> None:
-        """Add the report of a send that has ended."""
-        # One sender has one history, whatever its model is called.
+        """Add the report of a finished send."""
+        # One sender has one history, whatever its model id.
         self.add("report", **report.as_dict() | {"model_id": ""})
 
     def states(self, workers: Mapping[int, WorkerStatus]) -> None:
-        """Add what a sender knows of its workers: `Sender.workers`."""
+        """Add the sender's view of its workers: `Sender.workers`."""
         for worker_id, status in workers.items():
             self.add(
                 "state",
@@ -73,7 +73,7 @@ class Recorder:
             )
 
     def expect(self, worker_ids: Iterable[int]) -> None:
-        """Add that these workers live and receive, so that the next send must update them."""
+        """Add that these workers are alive and receiving, so the next send must update them."""
         self.add("expect", workers=sorted(worker_ids))
 
     def events(self) -> list[Event]:
@@ -86,17 +86,17 @@ class Recorder:
             self._file.close()
 
     def check(self) -> list[Violation]:
-        """Return the promises that were not kept."""
+        """Return the violated promises."""
         return check_history(self.events())
 
 
 class WorkerRecorder:
-    """The events of one receiver, which begins with version 0.
+    """Records the events of one receiver, which begins with version 0.
 
     Args:
-        recorder: of the sender.
+        recorder: the recorder of the sender.
         worker_id: the worker.
-        look: returns what identifies the bytes that the model holds.
+        look: returns an identification of the model's current weights.
     """
 
     def __init__(self, recorder: Recorder, worker_id: int, look: Callable[[], str]) -> None:
@@ -106,7 +106,7 @@ class WorkerRecorder:
         recorder.add("receiver", **self._known, to=0)
 
     def committed(self, version: int) -> None:
-        """Add a commit; as ``on_commit`` of a `Receiver`, before the sender learns of it."""
+        """Add a commit; use it as ``on_commit`` of a `Receiver`, before the acknowledgement."""
         before, self.version = self.version, version
         self._recorder.add(
             "commit",
@@ -122,15 +122,15 @@ class WorkerRecorder:
 
         Args:
             version: the version.
-            held: what the model has now; 0 where that may be parts.
+            held: the version that the model has now; 0 if it may have parts of several.
         """
         before, self.version = self.version, held
         self._recorder.add("refuse", **self._known, version=version, **{"from": before}, to=held)
 
     def close(self) -> None:
-        """Close the file of the recorder, which has no other receiver then."""
+        """Close the file of the recorder, if no other receiver uses it."""
         self._recorder.close()
 
     def looked(self) -> None:
-        """Add what the model holds."""
+        """Add the model's current weights."""
         self._recorder.add("look", **self._known, digest=self._look())

@@ -1,4 +1,4 @@
-"""The result of the conformance classes of a run, as a JSON file: ``--report FILE``."""
+"""Writes the results of the conformance classes to a JSON file: ``--report FILE``."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = ["FORMAT", "PluginResult", "Reporting", "read_report"]
 FORMAT = 1
 
 _KEY = "sync_conformance"
-# Which attribute of a conformance class names the plugin, by what the plugin is.
+# The attribute of a conformance class that names the plugin, by the kind of plugin.
 _ATTRIBUTES = {
     "layer": ("layer", registry.LAYERS),
     "worker group": ("group_class", registry.WORKERS),
     "scheme": ("scheme", registry.SCHEMES),
 }
-# Of the outcomes of setup, call and teardown, the one that counts.
+# The order of outcomes: of setup, call and teardown, the most serious counts.
 _ORDER = ("passed", "skipped", "xfailed", "failed")
 
 
@@ -43,16 +43,16 @@ class PluginResult:
     Args:
         kind: ``"scheme"``, ``"layer"`` or ``"worker group"``.
         name: the plugin's name, such as ``"shm"`` or ``"increments::dist"``; the name of its class
-            where it was given as an object.
+            if it was given as an object.
         suite: the conformance class, such as ``"SchemeConformance"``.
-        distribution: where the plugin comes from; None of an object.
-        version: the version of that.
-        capabilities: what the plugin declares; a case of another capability is skipped.
+        distribution: the distribution of the plugin; None for an object.
+        version: the version of the distribution.
+        capabilities: the plugin's capabilities; cases that need others are skipped.
         options: the options of the scheme, as text.
         complete: whether all cases of the class ran. A run with ``-k`` or ``-x`` is not complete.
         counts: the number of cases by outcome: ``passed``, ``failed``, ``skipped``, ``xfailed``.
         failed: the cases that failed.
-        skipped: the reasons of skipped cases, and how many each skipped.
+        skipped: the reasons of skipped cases, with the number of cases for each.
 
     Example:
         >>> result = PluginResult("scheme", "shm", "SchemeConformance", counts={"passed": 180})
@@ -81,7 +81,7 @@ class PluginResult:
 
 
 class Reporting:
-    """A plugin of pytest that writes the report when the run ends; also for runs of pytest-xdist.
+    """A pytest plugin that writes the report when the run ends; supports pytest-xdist.
 
     Args:
         path: the file, which is overwritten.
@@ -95,7 +95,7 @@ class Reporting:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Describe each conformance class in its tests, before ``-k`` takes some of them out."""
+        """Store a description of each conformance class in its tests, before ``-k`` applies."""
         classes: dict[type[Conformance], list[pytest.Item]] = {}
         for item in items:
             cls = getattr(item, "cls", None)
@@ -105,11 +105,11 @@ class Reporting:
             described = _describe(cls, cases)
             if described is not None:
                 for case in cases:
-                    # The reports of processes of pytest-xdist have these properties, too.
+                    # Reports from pytest-xdist processes have these properties too.
                     case.user_properties.append((_KEY, described))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note the outcome of one phase of a test."""
+        """Record the outcome of one phase of a test."""
         described: Any = dict(report.user_properties).get(_KEY)
         outcome = "xfailed" if hasattr(report, "wasxfail") and report.skipped else report.outcome
         if described is None or outcome not in _ORDER:
@@ -192,11 +192,11 @@ def read_report(path: Path) -> tuple[str, list[PluginResult]]:
 
 
 def _describe(cls: type[Conformance], cases: list[pytest.Item]) -> dict[str, Any] | None:
-    """Return what is known of a class before its cases run, as values that travel as text does."""
+    """Return the description of a class before its cases run, as JSON-compatible values."""
     bases = (base for base in cls.__mro__ if not base.__name__.startswith("Test"))
     base = next(base for base in bases if base.__module__.startswith("sync_"))
     found = next((each for each in _ATTRIBUTES.items() if hasattr(cls, each[1][0])), None)
-    # `CollectorConformance` is over a scheme and a group, and tests the collector.
+    # `CollectorConformance` names a scheme and a group, but tests the collector.
     if found is None or base.__name__ == "CollectorConformance":
         return None
     kind, (attribute, group) = found
@@ -219,11 +219,11 @@ def _describe(cls: type[Conformance], cases: list[pytest.Item]) -> dict[str, Any
     try:
         known = registry.find(group, plugin)
     except PluginError:
-        # The cases say what is wrong with it.
+        # The cases will report the error.
         return described
     if isinstance(plugin, str):
         described |= {"distribution": known.distribution, "version": known.version}
-    # A layer need not declare any.
+    # A layer may have no capabilities.
     return {**described, "capabilities": sorted(getattr(known.object, "capabilities", ()))}
 
 
@@ -235,7 +235,7 @@ def _name_of(plugin: Any) -> str:
 
 
 def _entry_of(group: str, plugin: Any) -> EntryPoint | None:
-    """Return the entry point that leads to the class of a plugin object."""
+    """Return the entry point of the class of a plugin object."""
     if isinstance(plugin, str | WrappingScheme):
         return None
     cls = plugin if inspect.isclass(plugin) else type(plugin)

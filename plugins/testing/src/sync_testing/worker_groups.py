@@ -1,4 +1,4 @@
-"""Conformance of worker groups: `WorkerGroupConformance`."""
+"""Conformance tests of worker groups: `WorkerGroupConformance`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ __all__ = ["Closed", "Counter", "WorkerGroupConformance", "pid_of", "sleep", "wa
 
 
 class CounterError(Exception):
-    """Raised by `Counter`, and known by its class on the caller's side."""
+    """Raised by `Counter`; the caller must get the same class."""
 
 
 class Counter:
-    """A hosted object that remembers, raises and ends.
+    """A hosted object that counts, raises, and ends its process.
 
     Args:
-        worker_id: its worker.
+        worker_id: the worker's id.
     """
 
     def __init__(self, worker_id: int) -> None:
@@ -47,7 +47,7 @@ class Counter:
         self.seen: list[Any] = []
 
     def see(self, value: Any, *, twice: bool = False) -> list[Any]:
-        """Remember a value; everything seen so far."""
+        """Store a value; return all values so far."""
         self.seen += [value, value] if twice else [value]
         return self.seen[:]
 
@@ -59,11 +59,11 @@ class Counter:
 
 
 class Closed(Counter):
-    """Notes in a folder that it was closed, and may fail at it.
+    """A hosted object that records in a folder when it is closed, and may raise then.
 
     Args:
-        worker_id: its worker.
-        folder: where; one file for each worker, with a line for each time.
+        worker_id: the worker's id.
+        folder: the folder; one file per worker, with a line for each call.
         fails: whether `close` raises.
     """
 
@@ -80,17 +80,17 @@ class Closed(Counter):
 
 
 class Unpicklable:
-    """Cannot be pickled."""
+    """An object that cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("stays where it is")
 
 
 class StaysAway:
-    """Can be pickled, and unpickled in one process only.
+    """An object that can be unpickled only in one process.
 
     Args:
-        home: the id of that process.
+        home: the id of the process.
     """
 
     def __init__(self, home: int) -> None:
@@ -105,25 +105,25 @@ class StaysAway:
 
 
 def pid_of(_: object) -> int:
-    """The process that a call runs in."""
+    """Return the id of the process that a call runs in."""
     return os.getpid()
 
 
 def sleep(_: object, started: Path, seconds: float = 60.0) -> None:
-    """Make a file, and sleep."""
+    """Make a file, then sleep."""
     started.touch()
     time.sleep(seconds)
 
 
 def wait_for(path: Path) -> str:
-    """Wait until the file exists; its name."""
+    """Wait until a file exists; return its name."""
     while not path.exists():
         time.sleep(0.005)
     return path.name
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Return whether the condition holds in the end."""
+    """Wait until a condition holds; return whether it does in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -133,17 +133,17 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def python_threads() -> set[threading.Thread]:
-    """The threads that Python started; a library's own appear once they have run a callback."""
+    """Return the threads that Python started, without threads of libraries with a callback."""
     return {thread for thread in threading.enumerate() if not thread.name.startswith("Dummy-")}
 
 
 def count_threads() -> int:
-    """The number of threads that Python started."""
+    """Return the number of threads that Python started."""
     return len(python_threads())
 
 
 class WorkerGroupConformance(Conformance):
-    """Inherit and set `group_class`; what a group cannot do is skipped by its capabilities.
+    """Conformance tests of a worker group: inherit, and set `group_class`.
 
     Example:
         >>> class TestMyGroup(WorkerGroupConformance):  # doctest: +SKIP
@@ -155,7 +155,7 @@ class WorkerGroupConformance(Conformance):
     @pytest.fixture(scope="class")
     @classmethod
     def shared(cls) -> Iterator[WorkerGroup]:
-        """A group for tests that leave it as it is."""
+        """A group for tests that do not change its members."""
         with cls.group_class(Counter, 2) as group:
             yield group
 

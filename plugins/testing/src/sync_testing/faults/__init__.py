@@ -1,7 +1,7 @@
-"""Faults for tests, on any scheme: processes that die or stand still, versions that are lost.
+"""Faults for tests of any scheme: processes that are killed or stopped, versions that are lost.
 
-A fault strikes at a named point on the way of one version, in the process whose fault it is, with
-nothing patched: `Faulty` is a scheme around a scheme. See ``docs/authors/faults.md``.
+A fault happens at a named point of one version's delivery, in the process that it is for. Nothing
+is patched: `Faulty` is a scheme that wraps another. See ``docs/authors/faults.md``.
 """
 
 from sync_testing.faults.fault import POINTS, Fault, InjectedFaultError, Raising

@@ -1,4 +1,4 @@
-"""A fault at a named point of one version, and layers that raise."""
+"""A fault at a named point of one version's delivery, and layers that raise."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from sync_core import ApplyContext, Layout, SendContext, SkipContext, hookimpl
 
 
 class _Gated(Tensor):
-    """Something is done, once, when the elements of this tensor are first copied.
+    """A tensor that calls a function once, when its elements are first copied.
 
-    In a fused copy of many tensors the elements before it have been copied then, and no others.
-    A view of it is one of its kind: some schemes copy that, or its memory.
+    In a fused copy of several tensors, the call comes when exactly the elements before it have been
+    copied. Views have the same behaviour, because some schemes copy a view or the memory.
     """
 
     gate: Callable[[], object] | None
@@ -68,13 +68,14 @@ def _is_view(result: object, source: object) -> bool:
 def gated(
     tensors: Sequence[Tensor], layout: Layout, at_byte: int, gate: Callable[[], object]
 ) -> tuple[Tensor, ...]:
-    """The same tensors, of which one has something done when it is copied.
+    """Return the same tensors, one of which calls a function when it is copied.
 
     Args:
-        tensors: in the order of ``layout.specs``.
-        layout: their layout.
-        at_byte: a byte of the body; the last tensor has the gate when there are not so many.
-        gate: called once.
+        tensors: the tensors, in the order of ``layout.specs``.
+        layout: the layout of the tensors.
+        at_byte: a byte of the body. Its tensor gets the gate, or the last tensor if the body is
+            shorter.
+        gate: the function to call once.
 
     Example:
         >>> import torch
@@ -98,7 +99,7 @@ def gated(
     return (*tensors[:here], made, *tensors[here + 1 :])
 
 
-#: The points on the way of a version, in its order, and what can be done there.
+#: The points in a version's delivery, in order, and the actions allowed at each.
 POINTS = MappingProxyType(
     {
         "connect": frozenset({"kill", "stop", "delay", "raise"}),
@@ -114,7 +115,7 @@ POINTS = MappingProxyType(
 
 
 class InjectedFaultError(Exception):
-    """The error that a fault raises; only tests expect it."""
+    """The error that an injected fault raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +155,14 @@ class Fault:
 
     Args:
         action: what is done.
-        point: when.
-        version: on the way of which version.
-        worker_ids: to which workers; None for all.
-        at_byte: which byte of the body of the payload.
-        seconds: for how long.
+        point: the point at which it is done.
+        version: the version whose delivery has the fault.
+        worker_ids: the workers; None for all.
+        at_byte: the byte in the body of the payload.
+        seconds: the duration of the action.
 
     Raises:
-        ValueError: no such point, or an action that it does not allow.
+        ValueError: there is no such point, or the action is not allowed there.
 
     Example:
         >>> Fault(action="drop", point="commit", version=2)
@@ -185,20 +186,21 @@ class Fault:
             raise ValueError(f"at {self.point!r} one can {known}, not {self.action!r}")
 
     def is_for(self, worker_id: int) -> bool:
-        """Return whether the worker is one that is hurt."""
+        """Return whether the fault is for this worker."""
         return self.worker_ids is None or worker_id in self.worker_ids
 
 
 class Raising:
-    """Raises `InjectedFaultError` in a hook, once in each process: ``layers=[Raising(…)]``.
+    """A layer that raises `InjectedFaultError` once per process: ``layers=[Raising("…", …)]``.
 
-    A hook around others may raise before they run, or after them. To raise where a transport is
+    The hook wraps other hooks, and raises before or after they run. To raise when a transport is
     made, give `Faulty` a fault at the point ``connect``.
 
     Args:
         hook: ``"prepare_weights"``, ``"apply_weights"`` or ``"skip_update"``.
-        version: for which version.
-        worker_ids: in which workers, or for which one `skip_update` is asked; None for all.
+        version: the version.
+        worker_ids: the workers in which the hook raises, or for which `skip_update` does; None for
+            all.
         late: raise after the hooks inside have run.
 
     Example:
@@ -235,20 +237,20 @@ class Raising:
             self._raise(context, late=True)
             return result
 
-        # No methods: a layer counts as one that has every hook which it defines.
+        # Set on the instance: as methods, they would make this a layer with every hook.
         setattr(self, hook, around)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(Raising, late=self._late), (self._hook, self._version, self._worker_ids)
 
     def _raise(self, context: SendContext | ApplyContext | SkipContext, *, late: bool) -> None:
-        # It is asked whether to skip with the newest version before the push.
+        # `skip_update` runs before the version is counted.
         version = context.version + isinstance(context, SkipContext)
         if version != self._version or late is not self._late:
             return
         worker_id = -1 if isinstance(context, SendContext) else context.worker_id
         hurt = self._worker_ids is None or worker_id in (-1, *self._worker_ids)
-        # Workers in one process each have their turn; the trainer has one.
+        # Workers in one process raise once each; the trainer raises once.
         where = context.worker_id if isinstance(context, ApplyContext) else -1
         if hurt and where not in self._raised:
             self._raised.add(where)

@@ -1,4 +1,4 @@
-"""Processes that are killed, stopped or forked, and limits of files and memory."""
+"""Kills, stops and forks processes, and limits their files and memory."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from pathlib import Path
 
 _SLEEP = "import sys, time; time.sleep(float(sys.argv[1]))"
 _RESUME = f"{_SLEEP}; import os, signal; os.kill(int(sys.argv[2]), signal.SIGCONT)"
-# How long a process may take to stand still: one that waits for a disk does not at once.
+# How long a process may take to stop: a process that waits for a disk does not stop at once.
 _PATIENCE = 5.0
 
 
 def kill(pid: int) -> None:
-    """End a process as a crash does: it runs nothing any more."""
+    """End a process at once, as a crash does."""
     os.kill(pid, signal.SIGKILL)
 
 
 def stop(pid: int, seconds: float = 0.0) -> None:
-    """Let a process stand still, as one does that swaps, or is in a debugger.
+    """Stop a process, as if it swaps or is in a debugger.
 
-    When this returns, it has stood still; a thread that stops its own process does not run on.
+    The process has stopped when this returns. A thread that stops its own process does not
+    continue.
 
     Args:
         pid: the process, which may be this one.
-        seconds: for how long; 0 for until it gets SIGCONT.
+        seconds: the duration; 0 until the process gets SIGCONT.
 
     Raises:
-        TimeoutError: it does not stand still.
+        TimeoutError: the process did not stop.
     """
     if pid == os.getpid():
         _stop_here(seconds)
@@ -56,18 +57,18 @@ def stop(pid: int, seconds: float = 0.0) -> None:
 def _stop_here(seconds: float) -> None:
     resume = None
     if seconds:
-        # A separate program, since a stopped process cannot wake itself.
+        # A separate program, since a stopped process cannot continue itself.
         arguments = [sys.executable, "-S", "-c", _RESUME, str(seconds), str(os.getpid())]
         resume = subprocess.Popen(arguments)
-    # The system gives a signal for a process to any of its threads, the main one as a rule, and
-    # the others run on until that has its turn. This one is given to the thread itself.
+    # The system delivers a process's signal to any thread, usually the main one, and the other
+    # threads run until that one is scheduled. This signal goes to the calling thread itself.
     signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     if resume is not None:
         resume.wait()
 
 
 def _stands_still(pid: int) -> bool:
-    # The state follows the name, which is in parentheses and may have any characters.
+    # The state follows the name, which is in parentheses and may contain any character.
     try:
         stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     except (FileNotFoundError, ProcessLookupError):
@@ -76,9 +77,9 @@ def _stands_still(pid: int) -> bool:
 
 
 def fork(seconds: float) -> None:
-    """Have a copy of this process that holds all of its descriptors, and does nothing."""
+    """Fork a child that holds all descriptors of this process and does nothing."""
     with warnings.catch_warnings():
-        # Its warning is expected here: there are threads.
+        # The warning about threads is expected here.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -88,7 +89,7 @@ def fork(seconds: float) -> None:
 
 
 def execute(seconds: float) -> None:
-    """Have a program run that is given every descriptor that can be inherited."""
+    """Start a program that inherits every inheritable descriptor."""
     program = subprocess.Popen([sys.executable, "-S", "-c", _SLEEP, str(seconds)], close_fds=False)
     threading.Thread(target=program.wait, name="exec", daemon=True).start()
 
@@ -98,10 +99,10 @@ _GIB = 1 << 30
 
 @contextmanager
 def few_descriptors(left: int = 0) -> Iterator[None]:
-    """Let this process open only so many more descriptors; as before at the end.
+    """For ``with``: let this process open only a few more descriptors.
 
     Args:
-        left: how many.
+        left: the number of descriptors.
 
     Example:
         >>> with few_descriptors(left=0):
@@ -112,20 +113,20 @@ def few_descriptors(left: int = 0) -> Iterator[None]:
     """
     probe = os.dup(0)
     os.close(probe)
-    # The limit applies to the number of a new descriptor, the lowest that is free.
+    # The limit applies to the number of a new descriptor, which is the lowest free one.
     with _limited(resource.RLIMIT_NOFILE, probe + left):
         yield
 
 
 @contextmanager
 def small_files(nbytes: int) -> Iterator[None]:
-    """Let this process make no file larger than this, and no piece of shared memory either.
+    """For ``with``: limit the size of files and shared memory that this process makes.
 
-    By this, allocations in ``/dev/shm`` and of anonymous shared memory fail as they do where
-    there is no room, and nothing else on the machine is short of any.
+    Allocations in ``/dev/shm`` and of anonymous shared memory then fail as if memory were full,
+    without any effect on other programs.
 
     Args:
-        nbytes: the size.
+        nbytes: the largest size.
 
     Example:
         >>> with small_files(4096), tempfile.TemporaryFile() as file:
@@ -140,18 +141,18 @@ def small_files(nbytes: int) -> Iterator[None]:
 
 @contextmanager
 def full(directory: str, left: int = 0, at_most: int = _GIB) -> Iterator[None]:
-    """Fill a directory in memory, such as ``/dev/shm``; empty it again at the end.
+    """For ``with``: fill a directory in memory, such as ``/dev/shm``, and empty it afterwards.
 
-    For machines, or containers, where that is small: every program there feels it. The file has no
-    name, so that not even a crash leaves it behind.
+    Use it on a machine or container with little shared memory: every program there is affected. The
+    file has no name, so it vanishes even after a crash.
 
     Args:
         directory: the directory.
-        left: how many bytes to leave.
-        at_most: refuse to take more than this.
+        left: the number of bytes to leave free.
+        at_most: the most bytes to fill.
 
     Raises:
-        ValueError: more than ``at_most`` would have to be taken.
+        ValueError: more than ``at_most`` bytes would be filled.
     """
     taken = shutil.disk_usage(directory).free - left
     if taken > at_most:

@@ -1,4 +1,4 @@
-"""A scheme whose transports fail where a test says."""
+"""A scheme whose transports fail at points that a test chooses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sync_testing.faults.fault import Fault, InjectedFaultError, gated
 
 
 def strike(fault: Fault) -> None:
-    """Do to this process what a fault says."""
+    """Perform the action of a fault in this process."""
     if fault.action == "kill":
         process.kill(os.getpid())
     elif fault.action == "stop":
@@ -43,11 +43,11 @@ def strike(fault: Fault) -> None:
 
 
 class FaultyReceiver(ReceiverTransport):
-    """Passes everything on, but for the faults.
+    """Wraps a receiver transport, and injects faults.
 
     Args:
-        transport: the transport of the scheme; owned from now on.
-        faults: those that this worker is still to suffer.
+        transport: the scheme's transport; this object closes it.
+        faults: the remaining faults of this worker.
     """
 
     def __init__(self, transport: ReceiverTransport, faults: Sequence[Fault]) -> None:
@@ -57,7 +57,7 @@ class FaultyReceiver(ReceiverTransport):
         self._again: deque[Payload] = deque()
 
     def receive(self, timeout: float) -> Payload | None:
-        """Return the received payload, unless it is lost."""
+        """Return the received payload, unless a fault drops it."""
         deadline = time.monotonic() + timeout
         for fault in self._due("receive", self._done + 1):
             strike(fault)
@@ -72,7 +72,7 @@ class FaultyReceiver(ReceiverTransport):
                 return kept
 
     def acknowledge(self, answer: Answer) -> None:
-        """Answer, unless the answer is lost."""
+        """Acknowledge, unless a fault drops the answer."""
         times, self._done = 1, answer.version
         for fault in self._due("acknowledge", answer.version):
             strike(fault)
@@ -81,7 +81,7 @@ class FaultyReceiver(ReceiverTransport):
             self._transport.acknowledge(answer)
 
     def on_arrival(self, callback: Callable[[], None]) -> bool:
-        """Have a function called when the scheme has it called."""
+        """Register a function with the scheme's transport."""
         return self._transport.on_arrival(callback)
 
     def leave(self, reason: str) -> None:
@@ -93,7 +93,7 @@ class FaultyReceiver(ReceiverTransport):
         self._transport.wake()
 
     def close(self) -> None:
-        """Release what was to come again, too."""
+        """Also release payloads that were to be delivered twice."""
         self._again.clear()
         self._transport.close()
 
@@ -101,7 +101,7 @@ class FaultyReceiver(ReceiverTransport):
         try:
             return self._transport.receive(timeout)
         except Exception:
-            # There was a version, which the transport itself has refused.
+            # A version arrived, which the transport itself has refused.
             self._done += 1
             raise
 
@@ -149,7 +149,7 @@ def _corrupted(payload: Payload, at_byte: int) -> Payload:
 
 
 def _misnamed(payload: Payload) -> Payload:
-    # The names of extras say what they are.
+    # The names of extras identify them, so they are kept.
     weights = payload.layout.plain.specs
     extras = payload.layout.specs[len(weights) :]
     kinds = [(f"{spec.name}?", spec.dtype, spec.shape) for spec in weights]
@@ -167,13 +167,13 @@ FindPid = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """An endpoint, and which version was the newest when it was given to a worker.
+    """An endpoint, with the newest version when a worker got it.
 
-    A worker that takes the place of one that was killed must not be killed by the same fault.
+    So the fault that killed a worker does not also kill its replacement.
 
     Args:
-        endpoint: what the scheme's own transport gave.
-        after: the version.
+        endpoint: the endpoint from the scheme's transport.
+        after: the newest version at that time.
     """
 
     endpoint: Any
@@ -181,16 +181,16 @@ class Marked:
 
 
 class FaultySender(SenderTransport):
-    """Passes everything on, but for the faults.
+    """Wraps a sender transport, and injects faults.
 
     Args:
-        transport: the transport of the scheme; owned from now on.
-        faults: those that strike while a version is packed.
-        find_pid: the process of a worker.
+        transport: the scheme's transport; this object closes it.
+        faults: the faults that happen while a version is packed.
+        find_pid: returns the process id of a worker.
 
     Attributes:
         newest: the newest version that was sent.
-        missed: the faults of versions that were sent which did not strike.
+        missed: the faults of sent versions that did not happen.
     """
 
     def __init__(
@@ -203,11 +203,11 @@ class FaultySender(SenderTransport):
         self._find_pid = find_pid
 
     def address(self, worker_id: int) -> Marked:
-        """The scheme's own, marked."""
+        """Return the scheme's endpoint, marked with the newest version."""
         return Marked(self._transport.address(worker_id), self.newest)
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
-        """Let the scheme send it."""
+        """Send by the scheme."""
         due = [fault for fault in self._faults if fault.version == payload.version]
         self._faults = [fault for fault in self._faults if fault not in due]
         self.missed += due
@@ -268,17 +268,17 @@ class FaultySender(SenderTransport):
 
 
 class Faulty:
-    """Any scheme, with faults: ``Sender(Faulty("shm", Fault(…)), …)``.
+    """Any scheme with injected faults: ``Sender(Faulty("shm", Fault(…)), …)``.
 
-    It pickles with the address, so that the faults of a worker strike in the worker itself. A
-    receiver suffers only the faults of versions that were sent after it was given its address, so
-    that one that takes the place of another is not hurt by the same fault.
+    It is pickled with the address, so a worker's faults happen in the worker itself. A receiver has
+    only the faults of versions sent after it got its address, so a replacement does not repeat the
+    faults of its predecessor.
 
     Args:
         scheme: the name of an installed scheme, or a plugin object.
-        *faults: what is to happen.
-        find_pid: the process of a worker, for faults that kill or stop it during the transfer;
-            it stays in the trainer.
+        *faults: the faults.
+        find_pid: returns the process id of a worker, for faults that kill or stop it during the
+            transfer; used only in the trainer.
 
     Example:
         >>> import torch
@@ -305,8 +305,8 @@ class Faulty:
         self._senders: list[FaultySender] = []
         self._plugin = registry.find(registry.SCHEMES, scheme)
         self.capabilities = self._plugin.capabilities
-        # A scheme that loads weights itself continues doing so, and one that does not must not
-        # seem to: the hooks that are there are looked up by name.
+        # Hooks are looked up by name, so this object must have exactly the hooks of the scheme,
+        # such as those for loading weights.
         for hook in implemented(self._plugin.object):
             if hook != "create_transport":
                 setattr(self, hook, getattr(self._plugin.object, hook))
@@ -316,7 +316,7 @@ class Faulty:
 
     @hookimpl
     def create_transport(self, context: TransportContext) -> SenderTransport | ReceiverTransport:
-        """The scheme's own transport, in one that has the faults."""
+        """Return the scheme's transport, wrapped in one with the faults."""
         if context.side == "sender":
             return self._create_sender(context)
         after = 0
@@ -331,9 +331,9 @@ class Faulty:
 
     @property
     def missed(self) -> tuple[Fault, ...]:
-        """Faults at ``transfer`` that did not strike, though their versions were sent.
+        """The faults at ``transfer`` that did not happen, although their versions were sent.
 
-        The scheme copied the tensor that has the byte with no function of torch's or numpy's.
+        A fault is missed if the scheme copies the tensor without a function of torch or numpy.
         """
         return tuple(fault for sender in self._senders for fault in sender.missed)
 
@@ -342,7 +342,7 @@ class Faulty:
         make_address: Callable[..., Address] | None = context.make_address
 
         def make_marked(**arguments: Any) -> Address:
-            # For a scheme that makes the receivers itself, and gives them endpoints.
+            # For a scheme that makes receivers itself, and passes endpoints to them.
             assert make_address is not None
             newest = made[0].newest if made else 0
             return replace(

@@ -1,7 +1,7 @@
-"""Conformance of schemes, `SchemeConformance`, and its parts.
+"""Conformance tests of schemes: `SchemeConformance`, and its parts.
 
-A scheme that shares its slots with another inherits the groups of cases in which it differs; tests
-of one's own borrow the workers (`SchemeCases`, `SharedGroup`, `Workers`) and the models.
+A variant of a tested scheme can inherit only the groups of cases in which it differs. A plugin's
+own tests can use the workers (`SchemeCases`, `SharedGroup`, `Workers`) and the models.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class SchemeConformance(
     IncrementCases,
     OrderCases,
 ):
-    """Inherit and set `scheme`; what a scheme cannot do is skipped by its capabilities.
+    """Conformance tests of a scheme: inherit, and set `scheme`; capabilities select the cases.
 
-    Three workers are started for the first class of a test file that needs them, serve all its
-    classes with the same worker group, and end with the file.
+    Three workers are started for the first class of a test file that needs them. They serve all
+    classes of the file with the same worker group, and end with the file.
 
     Attributes:
         scheme: the name of an installed scheme, or a plugin object.
         options: options of the scheme.
-        group: the name or the class of the worker group; None for the one that a `Collector`
-            takes for this scheme.
-        slack: how much longer than it should a call may take on a busy machine, in seconds.
-        sees_past_forks: whether the death of a process is noticed while a process that it forked
-            lives, which holds its connections open.
+        group: the name or the class of the worker group; None for the group that `Collector` uses
+            for this scheme.
+        slack: the extra time that a call may take on a busy machine, in seconds.
+        sees_past_forks: whether the scheme notices the death of a process although a forked child,
+            which holds its connections open, is alive.
 
     Example:
         >>> class TestMyScheme(SchemeConformance):  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Cases of schemes whose sender calls its workers."""
+"""Cases for schemes whose sender calls its workers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sync_testing.schemes.worker import Worker
 
 
 class CalledWorkers(Workers):
-    """Workers that commit what the sender calls them for.
+    """Workers that commit when the sender calls them.
 
     Args:
         sender: the sender.
         pool: the pool.
         introduce: see `CalledSchemeConformance`.
-        handles: what the sender was given, by worker.
+        handles: the entries of ``workers`` that the sender was given.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CalledWorkers(Workers):
         super().__init__(sender, pool)
 
     def connect(self, *worker_ids: int, make: Callable[[], Any] | None = None) -> None:
-        """Let the sender call the workers that are there now."""
+        """Let the sender call workers that were replaced."""
         assert make is None
         for worker_id in worker_ids:
             handle = self.pool.call(worker_id, self._introduce)
@@ -56,7 +56,7 @@ class CalledWorkers(Workers):
                 self.sender.add_worker(worker_id, worker=handle)
 
     def submit(self, worker_id: int, timeout: float | None = None) -> Future[Any]:
-        """Wait until the worker has what it was last called for."""
+        """Wait on a thread until the worker has the version that it was last called for."""
         return self._waiting.submit(self._arrived, worker_id, timeout or 20.0)
 
     def send(
@@ -66,11 +66,11 @@ class CalledWorkers(Workers):
         *,
         extras: Mapping[str, Tensor] | None = None,
     ) -> SendReport:
-        """Send, for which no worker has to do anything."""
+        """Send; the workers need to do nothing."""
         return self.sender.send(weights, worker_ids, extras=extras)
 
     def end(self) -> None:
-        """Wait for the threads that wait."""
+        """Wait for the waiting threads to end."""
         self._waiting.shutdown()
 
     def _arrived(self, worker_id: int, timeout: float) -> int | None:
@@ -86,17 +86,17 @@ class CalledWorkers(Workers):
 
 
 class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
-    """Inherit for a scheme that calls its workers, beside `SchemeConformance`.
+    """Conformance tests of a scheme that calls its workers: inherit beside `SchemeConformance`.
 
-    These are its cases of delivery, faults and increments, for a sender that is given ``workers``.
-    Those in which a worker says when it receives are skipped.
+    These are the cases of delivery, faults and increments for a sender with ``workers``. Cases in
+    which a worker decides when to receive are skipped.
 
     Attributes:
         scheme: the name of an installed scheme, or a plugin object.
-        options: options of the sender; its ``model_id`` has to lead to the ``model`` of the object
-            that the worker group hosts.
-        group: the name or the class of the worker group; None for the one that a `Collector`
-            takes for this scheme.
+        options: options of the sender; its ``model_id`` must be the path to the ``model`` of the
+            object that the worker group hosts.
+        group: the name or the class of the worker group; None for the group that `Collector` uses
+            for this scheme.
 
     Example:
         >>> class TestMyScheme(CalledSchemeConformance):  # doctest: +SKIP
@@ -110,13 +110,13 @@ class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
 
     @staticmethod
     def introduce(worker: Any) -> Any:
-        """Runs in a worker, when a sender is about to call it.
+        """Return the entry of ``workers`` for this worker; runs in the worker.
 
         Args:
             worker: the object that the group hosts; its attribute ``model`` is updated.
 
         Returns:
-            Return the entry of ``workers`` by which the sender calls this worker.
+            The entry with which the sender calls this worker.
         """
         raise NotImplementedError
 
@@ -131,7 +131,7 @@ class CalledSchemeConformance(DeliveryCases, FaultCases, IncrementCases):
         make: Callable[[], Any] | None,
         **options: Any,
     ) -> Workers:
-        """Let the sender call the workers of the pool."""
+        """Make a sender that calls the workers of the pool."""
         assert make is None
         handles = [pool.call(i, cls.introduce) for i in range(num_workers)]
         scheme = options.pop("scheme", cls.scheme)

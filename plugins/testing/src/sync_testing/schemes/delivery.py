@@ -1,4 +1,4 @@
-"""Cases: the newest version reaches the workers that it is for, in time."""
+"""Cases: the newest version reaches its workers in time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sync_testing.worker_groups import eventually
 
 
 class EveryOther:
-    """A layer that holds back every other push."""
+    """A layer that skips every other push."""
 
     @hookimpl
     def skip_update(self, context: SkipContext) -> bool:
@@ -33,7 +33,7 @@ class EveryOther:
 
 
 class DeliveryCases(SchemeCases):
-    """Versions on their way from a trainer that lives to workers that live."""
+    """Deliveries from a live trainer to live workers."""
 
     def test_every_worker_gets_every_version(self, start: Start, zero_copy: bool) -> None:
         policy = make_policy(1.0)
@@ -118,7 +118,7 @@ class DeliveryCases(SchemeCases):
 
     @pytest.mark.usefixtures("asking", "parallel", "lasting")
     def test_a_large_version_is_whole_while_others_are_sent(self, start: Start) -> None:
-        # Long enough on its way for several others to be sent meanwhile.
+        # Large enough that several others are sent during its delivery.
         def weights() -> dict[str, Tensor]:
             return {"weight": torch.zeros(4_000_000)}
 
@@ -145,7 +145,7 @@ class DeliveryCases(SchemeCases):
     def test_after_hundreds_of_versions_answers_still_count(self, start: Start) -> None:
         policy = make_policy()
         workers = start(policy, 1)
-        # As many as a byte can count, and some more.
+        # More than a byte can count.
         for version in range(1, 261):
             fill(policy, float(version))
             report = workers.send()
@@ -342,7 +342,7 @@ class DeliveryCases(SchemeCases):
                 looks.append(time.perf_counter() - begin)
             return looks
 
-        # The quickest: on a busy machine, others wait for their turn.
+        # The fastest look counts: on a busy machine, others wait for a core.
         assert min(workers.pool.call(0, look_often)) < 0.05, (
             "receive(0) must look once, and wait for nothing"
         )
@@ -364,7 +364,7 @@ class DeliveryCases(SchemeCases):
         idle = [median(workers.pool.call(i, Worker.step_until, 1, 0.1)) for i in (0, 1)]
         told = [workers.pool.call(i, Worker.attend_between_steps) for i in (0, 1)]
         attending = [median(workers.pool.call(i, Worker.step_until, 1, 0.1)) for i in (0, 1)]
-        # A busy machine makes both take longer.
+        # On a busy machine both take longer.
         assert max(attending) < 0.05 + 4 * max(idle), (
             "receive(0) must look once, and wait for nothing, also after on_arrival()"
         )

@@ -1,4 +1,4 @@
-"""Cases: a worker or trainer that raises, dies or stops disturbs no other."""
+"""Cases: a worker or trainer that raises, dies or stops does not disturb others."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class _Slow(ComputedWeights):
         return tensor
 
 
-# Sends that are interrupted in one case, spread over all moments of a send.
+# The number of interrupted sends in one case, spread over all moments of a send.
 _INTERRUPTS = 40
 
 
 class FaultCases(SchemeCases):
-    """One of two workers is hurt, or the trainer; the others continue."""
+    """One of two workers or the trainer fails; the others continue."""
 
     def test_an_apply_that_raises_reaches_the_sender(self, start: Start) -> None:
         workers = start(make_policy(1.0))
@@ -107,7 +107,7 @@ class FaultCases(SchemeCases):
         workers = start(make_policy(1.0), on_failure="drop")
         workers.send()
         calls = [workers.submit(i) for i in (0, 1)]
-        # Tensors that are tied, as some of these, are made before the version is packed.
+        # Tied tensors, which this model has, are made before the version is packed.
         slow = r"up to '0\.bias', 2 of 9|reading the model took"
         with pytest.raises(PrepareTimeoutError, match=slow):
             workers.sender.send(_Slow(make_policy(2.0), 0.2), timeout=0.3)
@@ -195,7 +195,7 @@ class FaultCases(SchemeCases):
         workers = start(make_policy(1.0), 1)
         reading, writing = os.pipe()
         with warnings.catch_warnings():
-            # Of threads that the child lacks.
+            # The warning about threads that the child lacks.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
@@ -213,7 +213,7 @@ class FaultCases(SchemeCases):
         )
         os.close(reading)
 
-    # An interrupt may come when a file was opened, and before `with` has it.
+    # An interrupt may come between the opening of a file and its `with`.
     @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
     @pytest.mark.usefixtures("asking", "parallel", "lasting")
     def test_an_interrupted_send_tears_no_version(self, start: Start) -> None:
@@ -222,7 +222,7 @@ class FaultCases(SchemeCases):
         numbers = count(1)
 
         def send(moment: int | None = None) -> int:
-            """Start a send of weights that hold the version's number; how many moments it has."""
+            """Start a send of weights equal to the version number; return the number of moments."""
             number = next(numbers)
             fill(policy, float(number))
             with interrupted(moment) as moments:
@@ -232,7 +232,7 @@ class FaultCases(SchemeCases):
             return moments.count
 
         def stage_during(moment: int | None = None) -> int:
-            """Let the worker stage what a send shows, and write to all slots that are free."""
+            """Let the worker stage a version during a send, and overwrite all free slots."""
             staging = workers.pool.submit(0, Worker.stage)
             moments = send(moment)
             for _ in range(3):
@@ -305,7 +305,7 @@ class FaultCases(SchemeCases):
     @pytest.mark.parametrize("receiving", [False, True], ids=["idle", "receiving"])
     def test_stopped_for_a_while(self, start: Start, receiving: bool) -> None:
         policy = make_policy(1.0)
-        # A scheme may wait for all workers a short while.
+        # A scheme may wait for all workers for a short while.
         workers = start(policy, timeout=3.0)
         if receiving:
             waiting = workers.submit(0, 20.0)
@@ -323,7 +323,7 @@ class FaultCases(SchemeCases):
         finally:
             workers.pool.signal(0, signal.SIGCONT)
         received = (ended([waiting], "receive(20)")[0] or 0) if receiving else 0
-        # A process that is called may find what was brought to it before the newest.
+        # A process that is called may have received older versions before the newest.
         while received < 4:
             version = workers.receive(0)
             assert version is not None
@@ -348,7 +348,7 @@ class FaultCases(SchemeCases):
         assert [receiver.receive() for receiver in receivers] == [1] * len(flags), RECEIVED
         with ExitStack() as ends:
             if child:
-                # It has what the trainer had open, and lives.
+                # The child holds the trainer's descriptors, and stays alive.
                 ends.callback(os.kill, pool.call(0, Worker.fork), signal.SIGKILL)
             pool.signal(0, signal.SIGKILL)
             for receiver in receivers:

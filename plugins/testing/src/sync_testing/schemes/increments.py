@@ -1,4 +1,4 @@
-"""Cases of schemes whose versions travel as increments: ``"increments::"`` and the scheme."""
+"""Cases for schemes that send increments: ``"increments::"`` and the scheme."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from sync_testing.worker_groups import eventually
 
 
 def make_wide() -> nn.Linear:
-    """A model of which a few elements are a small part."""
+    """Make a model in which a few elements are a small share."""
     torch.manual_seed(0)
     return nn.Linear(60, 50).to(torch.bfloat16)
 
 
 def make_wide_of_zeros() -> nn.Linear:
-    """A model of which nothing is right by chance."""
+    """Make a model of zeros, so that no value is right by chance."""
     model = make_wide()
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -40,7 +40,7 @@ def change(model: nn.Module, *positions: int) -> None:
 
 
 class IncrementCases(SchemeCases):
-    """Fewer bytes travel, and the same bits arrive."""
+    """Fewer bytes are sent, and the same bits arrive."""
 
     def test_an_increment_brings_what_changed(self, start: Start) -> None:
         policy, workers = self._start(start)
@@ -48,7 +48,7 @@ class IncrementCases(SchemeCases):
         assert {result.base for result in whole.workers.values()} == {0}, (
             "the first version must be whole"
         )
-        # Over some transports the second version arrives twice.
+        # Some transports deliver the second version twice.
         for number in range(1, 4):
             change(policy, 7, 100 * number)
             report = workers.send()
@@ -82,7 +82,7 @@ class IncrementCases(SchemeCases):
         workers.connect(worker_id, make=make_wide_of_zeros)
         assert workers.receive(worker_id) == 2, RECEIVED
         assert workers.fingerprints() == [fingerprints(policy)] * 3, VALUES
-        # No delivery brings that answer, so it comes when the transport has heard it.
+        # The answer belongs to no delivery, so it counts when the transport has received it.
         assert eventually(lambda: workers.sender.workers[worker_id].version == 2, self.slack), (
             "the transport must report by context.notify that a late worker has a version"
         )
@@ -132,8 +132,8 @@ class IncrementCases(SchemeCases):
         assert workers.fingerprints() == [fingerprints(policy)] * 2, VALUES
 
     def _start(self, start: Start, **options: Any) -> tuple[nn.Module, Workers]:
-        """The model, and two workers that have another of the kind."""
-        # Increments are refused within one process, and of increments.
+        """Return the model, and two workers with models of the same kind."""
+        # Increments are refused within one process, and on top of increments.
         self.need("cross_process")
         if self.can("compares"):
             pytest.skip("the scheme's versions are increments already")

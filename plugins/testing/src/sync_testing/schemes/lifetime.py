@@ -1,4 +1,4 @@
-"""Cases: senders and workers start and end, and leave nothing behind."""
+"""Cases: senders and workers start and end without leaving anything behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from sync_testing.worker_groups import count_threads, eventually
 
 
 class LifetimeCases(SchemeCases):
-    """Joining, leaving, closing."""
+    """Workers that join and leave, and senders that close."""
 
     @pytest.mark.usefixtures("parallel")
     def test_receivers_learn_that_the_sender_closed(self, start: Start) -> None:
@@ -234,7 +234,7 @@ class LifetimeCases(SchemeCases):
         workers.connect(workers.sender.add_worker())
         assert workers.receive(2) == 2, RECEIVED
         assert workers.pool.call(2, Worker.values) == {2.0}, VALUES
-        # Nor is the one that was removed still counted.
+        # The removed worker no longer counts.
         fill(policy, 3.0)
         assert workers.send().updated == (0, 2), REPORT
         workers.connect(workers.sender.add_worker(1))
@@ -326,7 +326,7 @@ class LifetimeCases(SchemeCases):
                 pending = workers.sender.send_async(timeout=10.0)
                 workers.receive(0)
                 with suppress(SendError):
-                    # The others fail: they were removed, or are not there in time.
+                    # Other workers fail: they were removed, or have not connected in time.
                     pending.wait(0.5)
         finally:
             ended.set()
@@ -379,7 +379,7 @@ class LifetimeCases(SchemeCases):
 
     def test_no_file_is_left_in_the_temporary_directory(self, pool: SharedGroup) -> None:
         pool.make_ready()
-        # Objects that are made once and kept, such as sockets, are made elsewhere.
+        # Objects that are made once and kept, such as sockets, are made before.
         self._use(pool)
         with _temporary_directory(pool) as directory:
             self._use(pool, pending=True)
@@ -429,7 +429,7 @@ class LifetimeCases(SchemeCases):
     def _check_released(
         self, before: list[dict[str, int]], count: Callable[[], list[dict[str, int]]]
     ) -> None:
-        """Check that no process keeps more than it had, or has less."""
+        """Check that every process has the same resources as before."""
         assert eventually(lambda: count() == before, self.slack), (
             "closed senders and receivers must release what they had: "
             + "; ".join(
@@ -455,17 +455,17 @@ class LifetimeCases(SchemeCases):
             pool.call(worker_id, Worker.reset)
 
 
-#: Of `_resources`, in this order.
+#: The places in the result of `_resources`, in order.
 _PLACES = ("this process", "worker 0", "worker 1")
 
 
 def _resources(pool: SharedGroup) -> list[dict[str, int]]:
-    """Of this process and of the workers."""
+    """Return the resources of this process and of the workers."""
     return [_own_resources(), *(pool.call(i, lambda _: _own_resources()) for i in (0, 1))]
 
 
 class _Removal:
-    """A layer that acts once while a version is prepared, as another thread may."""
+    """A layer that acts once while a version is prepared, as another thread might."""
 
     def __init__(self) -> None:
         self.act: Callable[[], object] | None = None
@@ -479,7 +479,7 @@ class _Removal:
 
 
 class _MallocInfo(ctypes.Structure):
-    """glibc's ``struct mallinfo2``, of which two members are read."""
+    """glibc's ``struct mallinfo2``; two of its members are used."""
 
     _fields_ = [
         ("members_0_to_3", ctypes.c_size_t * 4),
@@ -491,7 +491,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _allocated() -> int:
-    """Return the bytes that this process has allocated, to which torch's tensors belong."""
+    """Return the bytes that this process has allocated, including torch's tensors."""
     gc.collect()
     ask = ctypes.CDLL(None).mallinfo2
     ask.restype = _MallocInfo
@@ -501,7 +501,7 @@ def _allocated() -> int:
 
 
 def _own_resources() -> dict[str, int]:
-    """Return how many descriptors, threads and processes below it there are."""
+    """Return the numbers of descriptors, threads and child processes of this process."""
     gc.collect()
     return {
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
@@ -512,7 +512,7 @@ def _own_resources() -> dict[str, int]:
 
 @contextmanager
 def _temporary_directory(pool: SharedGroup) -> Iterator[Path]:
-    """A folder that is the temporary directory of this process and of the workers meanwhile."""
+    """For ``with``: use a folder as the temporary directory of this process and of the workers."""
     with TemporaryDirectory() as folder, ExitStack() as ends:
         ends.callback(_keep_files_in, _keep_files_in(folder))
         for i in (0, 1):
@@ -522,7 +522,7 @@ def _temporary_directory(pool: SharedGroup) -> Iterator[Path]:
 
 
 def _keep_files_in(folder: str | None) -> str | None:
-    """Let this process take a folder for the temporary directory; which one it took before."""
+    """Set the temporary directory of this process; return the previous one."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     return before
 
@@ -533,13 +533,13 @@ def _files(directory: Path) -> list[str]:
 
 
 def _shared_memory() -> set[str]:
-    """The files in memory, without the semaphores that other programs make and forget."""
+    """Return the files in shared memory, without semaphores, which other programs leave behind."""
     names = {path.name for path in Path("/dev/shm").iterdir()}  # noqa: S108 - only listed
     return {name for name in names if not name.startswith("sem.")}
 
 
 def _left_since(before: set[str]) -> set[str]:
-    """The files in memory that are new, without those that a stranger's process uses."""
+    """Return the new files in shared memory, without those that unrelated processes use."""
     left = _shared_memory() - before
     ours = {os.getpid(), *descendants(), *fork_server_pids()}
     for maps in Path("/proc").glob("[0-9]*/maps") if left else ():

@@ -1,4 +1,4 @@
-"""The models that are sent, the same in the trainer and in its workers."""
+"""The models to send, the same in the trainer and in its workers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ DTYPES = (
     torch.float8_e5m2fnuz,
     torch.float8_e8m0fnu,
 )
-# A quiet NaN, others with a payload, negative ones, a signalling one, infinity, minus zero.
+# NaNs: quiet, with a payload, negative and signalling; also infinity and minus zero.
 _NAN_BITS = (0x7FC00000, 0x7FC12345, -0x400000, -0x3EDCBB, 0x7F800001, 0x7F800000, -0x80000000)
 
 
 def make_policy(value: float = 0.0) -> nn.Sequential:
-    """A small policy with buffers, all of one value."""
+    """Return a small policy with buffers, filled with one value."""
     policy = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     with torch.no_grad():
         for tensor in (*policy.parameters(), *policy.buffers()):
@@ -66,14 +66,14 @@ def make_policy(value: float = 0.0) -> nn.Sequential:
 
 
 def fill(model: nn.Module, value: float) -> None:
-    """Give every parameter one value, in place."""
+    """Set every parameter to one value, in place."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
 
 
 def of_every_dtype(seed: int) -> dict[str, Tensor]:
-    """One tensor of each dtype."""
+    """Return one tensor of each dtype."""
     return {
         str(dtype).removeprefix("torch."): _random_bits(seed + i, (5, 3), dtype)
         for i, dtype in enumerate(DTYPES)
@@ -81,7 +81,7 @@ def of_every_dtype(seed: int) -> dict[str, Tensor]:
 
 
 def of_odd_shapes(seed: int) -> dict[str, Tensor]:
-    """Tensors without dimensions, without elements, and of sizes that align with nothing."""
+    """Return tensors without dimensions, without elements, and of unaligned sizes."""
     shapes = {
         "scalar": (),
         "empty": (0,),
@@ -96,7 +96,7 @@ def of_odd_shapes(seed: int) -> dict[str, Tensor]:
 
 
 def not_contiguous(seed: int) -> dict[str, Tensor]:
-    """Tensors whose elements lie in memory in another order, or with gaps."""
+    """Return tensors whose elements are not contiguous in memory."""
     shape = (8, 6, 4)
     return {
         "transposed": _random_bits(seed, shape)[0].t(),
@@ -109,7 +109,7 @@ def not_contiguous(seed: int) -> dict[str, Tensor]:
 
 
 def not_numbers(seed: int) -> dict[str, Tensor]:
-    """Values that are equal to nothing, and differ only in their bits."""
+    """Return values that are unequal to everything, and differ only in their bits."""
     bits = torch.tensor(_NAN_BITS, dtype=torch.int32) if seed else torch.zeros(7).int()
     nan = bits.roll(seed).view(torch.float32)
     tiny = torch.tensor([seed], dtype=torch.int32).view(torch.float32)
@@ -122,7 +122,7 @@ def not_numbers(seed: int) -> dict[str, Tensor]:
 
 
 def specimens(seed: int) -> dict[str, Tensor]:
-    """Every kind of small tensor, under a name that says what is special about it."""
+    """Return small tensors of every kind, each with a descriptive name."""
     kinds = (of_every_dtype, of_odd_shapes, not_contiguous, not_numbers)
     found = {f"{kind.__name__}.{name}": t for kind in kinds for name, t in kind(seed).items()}
     named = _random_bits(seed, (3,))
@@ -132,29 +132,29 @@ def specimens(seed: int) -> dict[str, Tensor]:
 
 
 def many_small(seed: int) -> dict[str, Tensor]:
-    """5,000 tensors of up to 36 bytes."""
+    """Return 5,000 tensors of up to 36 bytes."""
     sizes = [i % 10 for i in range(5_000)]
     pieces = _random_bits(seed, (sum(sizes),)).split(sizes)
     return {f"blocks.{i}.weight": piece for i, piece in enumerate(pieces)}
 
 
 def large(seed: int) -> dict[str, Tensor]:
-    """100 MB in tensors from 60 MB to 100 kB."""
+    """Return 100 MB in tensors from 60 MB to 100 kB."""
     sizes = (15_000_000, 25_000, 7_500_000, *(250_000,) * 9)
-    # Random ones would take a second.
+    # Random values would take a second.
     pieces = torch.arange(sum(sizes), dtype=torch.int32).mul_(seed).split(sizes)
     return {f"tensor{i}": piece for i, piece in enumerate(pieces)}
 
 
 def huge(seed: int) -> dict[str, Tensor]:
-    """More bytes than 31 bits can count, the last of which differ from seed to seed."""
+    """Return more bytes than 31 bits can count; the last bytes depend on the seed."""
     data = torch.zeros(2**31 + 4097, dtype=torch.uint8)
     data[-4097:] = seed
     return {"huge": data}
 
 
 class Tied(nn.Module):
-    """An output layer that has the weight of the embedding."""
+    """A model whose output layer shares the weight of the embedding."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -166,12 +166,12 @@ class Tied(nn.Module):
             self.output.bias.fill_(-seed)
 
     def is_tied(self) -> bool:
-        """Return whether the weights still are one."""
+        """Return whether the weights are still shared."""
         return self.output.weight.data_ptr() == self.embedding.weight.data_ptr()
 
 
 class Stateful(nn.Module):
-    """Has extra state, which is not a parameter and no buffer."""
+    """A module with extra state, which is neither a parameter nor a buffer."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -186,12 +186,12 @@ class Stateful(nn.Module):
 
 
 def stateful(seed: int) -> nn.Module:
-    """A module with extra state."""
+    """Return a module with extra state."""
     return _seeded(seed, lambda: Stateful(seed))
 
 
 class Annotated(nn.Module):
-    """Has extra state that is not made of tensors alone, and whose size changes."""
+    """A module whose extra state has other objects than tensors, and changes in size."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -212,12 +212,12 @@ class Annotated(nn.Module):
 
 
 def annotated(seed: int) -> nn.Module:
-    """A module with extra state of many kinds."""
+    """Return a module with extra state of many kinds."""
     return _seeded(seed, lambda: Annotated(seed))
 
 
 class Growing(nn.Module):
-    """Has extra state that is empty at first, and grows, as that of FP8 modules."""
+    """A module whose extra state is empty at first and grows, as in FP8 modules."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -232,17 +232,17 @@ class Growing(nn.Module):
 
 
 def growing(seed: int) -> nn.Module:
-    """A module with extra state that has another shape for each seed."""
+    """Return a module whose extra state has another shape for each seed."""
     return _seeded(seed, lambda: Growing(seed))
 
 
 def parametrised(seed: int) -> nn.Module:
-    """A weight that is computed from two others."""
+    """Return a module whose weight is computed from two others."""
     return _seeded(seed, lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)))
 
 
 def nested(seed: int) -> nn.Module:
-    """Containers in containers, and a module that is in two places."""
+    """Return nested containers, with one module in two places."""
 
     def make() -> nn.Module:
         shared = nn.Linear(2, 2)
@@ -254,12 +254,12 @@ def nested(seed: int) -> nn.Module:
 
 
 def recurrent(seed: int) -> nn.Module:
-    """Weights that torch would like to lie in one piece of memory."""
+    """Return a recurrent module, whose weights torch wants in one block of memory."""
     return _seeded(seed, lambda: nn.GRU(3, 4, num_layers=2, bidirectional=True))
 
 
 def convolutional(seed: int) -> nn.Module:
-    """Weights in another memory format, and buffers of integers."""
+    """Return a module with another memory format, and integer buffers."""
 
     def make() -> nn.Module:
         convolution = nn.Conv2d(3, 8, 3)
@@ -273,7 +273,7 @@ def convolutional(seed: int) -> nn.Module:
 
 
 def frozen(seed: int) -> nn.Module:
-    """Parameters of which some are not learned, in several precisions."""
+    """Return a module with some frozen parameters, in several precisions."""
 
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(2, 3).bfloat16(), nn.Linear(3, 2).double())
@@ -290,7 +290,7 @@ def _seeded(seed: int, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def fingerprints(model: Any) -> dict[str, str]:
-    """Return the dtype, shape and every bit of a tensor."""
+    """Return the dtype, shape and every bit of each tensor."""
     named = model.state_dict() if isinstance(model, nn.Module) else model
     return {
         name: _fingerprint(value.detach()) if isinstance(value, Tensor) else repr(value)

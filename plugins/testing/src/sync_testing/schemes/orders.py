@@ -1,7 +1,7 @@
-"""A case: random orders of sends, silence, late answers, departures and returns.
+"""A case: random orders of sends, late answers, failures, departures and returns.
 
-The orders come from a state machine of Hypothesis. The machine does one thing after another, keeps
-the history of it, and leaves the judgement to the checker of histories, which knows the promises.
+A state machine of Hypothesis generates the orders and records the history. The history checker,
+which knows the promises, then checks it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sync_testing.schemes.pool import SchemeCases, SharedGroup, ended
 from sync_testing.schemes.worker import Worker
 from sync_testing.worker_groups import eventually
 
-#: How many orders are tried; more of them also kill workers, and are made simpler where they fail.
+#: The number of orders to try. If set, orders also kill workers, and failing orders are shrunk.
 ORDERS = "SYNC_CONFORMANCE_ORDERS"
 _FEW, _STEPS = 6, 30
 _WORKERS = (0, 1)
@@ -45,7 +45,7 @@ _one = st.sampled_from(_WORKERS)
 
 
 class OrderCases(SchemeCases):
-    """Orders of calls that no other case has."""
+    """Random orders of calls."""
 
     @pytest.mark.timeout(3600 if ORDERS in os.environ else 300)
     @pytest.mark.usefixtures("asking")
@@ -69,7 +69,7 @@ class OrderCases(SchemeCases):
                 ),
             )
         except Flaky:
-            # The same order did not fail again: Hypothesis reports that in place of the failure.
+            # The same order did not fail again, and Hypothesis reports that instead of the failure.
             if not failures:
                 raise
             failures[0].add_note("the same order does not fail each time: the timing matters")
@@ -77,17 +77,17 @@ class OrderCases(SchemeCases):
 
 
 class Fleet(RuleBasedStateMachine):
-    """A sender and two workers, each of which is there, silent, broken, or gone.
+    """A sender and two workers, each of which may be active, silent, broken or gone.
 
-    Version ``n`` of the model holds ``n`` in every parameter, so that a look at a worker's values
-    says which version it holds, and whether all of it.
+    In version ``n`` of the model every parameter is ``n``, so a worker's values show which version
+    it has, and whether it is complete.
     """
 
     cases: ClassVar[SchemeCases]
     pool: ClassVar[SharedGroup]
-    #: Whether workers are killed.
+    #: Whether to kill workers.
     thorough: ClassVar[bool]
-    #: Filled with the errors of orders that fail.
+    #: Collects the errors of failing orders.
     failures: ClassVar[list[Exception]] = []
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class Fleet(RuleBasedStateMachine):
         self.ends = ExitStack()
         self.recorder = Recorder()
         self.members = set(_WORKERS)
-        #: Of workers with a receiver; of these, those whose model fits no version.
+        #: The workers with a receiver, and those whose model fits no version.
         self.lives: dict[int, WorkerRecorder] = {}
         self.broken: set[int] = set()
         self.staged: set[int] = set()
-        #: Workers that have refused the newest version; workers of a send that was interrupted.
+        #: The workers that refused the newest version, and those whose send was interrupted.
         self.refused: set[int] = set()
         self.unsure: set[int] = set()
         self.pending: PendingSend | None = None
@@ -113,11 +113,11 @@ class Fleet(RuleBasedStateMachine):
         return self.pending is None
 
     def lonely(self) -> bool:
-        """Return whether a worker commits whatever the others do."""
+        """Return whether a worker commits independently of the others."""
         return not self.cases.can("all_or_none")
 
     def replaces(self) -> bool:
-        """Return whether a worker may be killed: once in an order, as a restart takes seconds."""
+        """Return whether a worker may be killed: once per order, since a restart takes seconds."""
         kinds = self.pool.group_class.capabilities
         return self.thorough and not self.killed and {"cross_process", "restart"} <= kinds
 
@@ -134,21 +134,21 @@ class Fleet(RuleBasedStateMachine):
     @rule(to=_some)
     @precondition(idle)
     def send(self, to: set[int]) -> None:
-        """Send to workers that all receive."""
+        """Send to workers that are all receiving."""
         if to := {i for i in to if self.attends(i)}:
             self.send_to(to)
 
     @rule(to=_some)
     @precondition(idle)
     def begin_send(self, to: set[int]) -> None:
-        """Send, and let what follows happen meanwhile."""
+        """Start a send, and leave it pending."""
         if to := to & self.members:
             self.start_send(to, None)
 
     @rule()
     @precondition(begun)
     def give_up(self) -> None:
-        """Wait no longer for the send that was begun."""
+        """Give up the pending send."""
         self.end_send(0.0)
 
     @rule(moment=st.integers(0, 150))
@@ -159,18 +159,18 @@ class Fleet(RuleBasedStateMachine):
         self.unsure.update(_WORKERS)
         with interrupted(moment), suppress(SyncError):
             self.sender.send(timeout=0.0)
-        # How far it came is not known; if it was not sent, the next one has its version.
+        # Its progress is unknown; if nothing was sent, the next send has this version.
         self.recorder.send(value, digest=f"{float(value)}")
         self.recorder.add("raise", version=value)
 
     @rule(worker_id=_one)
     def receive(self, worker_id: int) -> None:
-        """Ask for what came before, as one that was busy does: it is the newest, and it counts."""
+        """Receive as a worker that was busy: it gets the newest version, and its answer counts."""
         if self.attends(worker_id):
             life, certain = self.lives[worker_id], self.certain(worker_id)
             wanted = self.sender.workers[worker_id].wanted
             if certain and wanted > life.version:
-                # One that joined while a version was on its way may get that one first.
+                # A worker that joined during a delivery may get that version first.
                 while life.version < wanted:
                     version = self.ask(worker_id, Worker.receive, self.cases.slack)
                     assert version is not None, RECEIVED
@@ -184,14 +184,14 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(worker_id=_one)
     def stage(self, worker_id: int) -> None:
-        """Fetch a version, and keep it for later."""
+        """Stage a version, and keep it for later."""
         if self.attends(worker_id) and self.ask(worker_id, _stage_at_once):
             self.staged.add(worker_id)
 
     @rule(worker_id=_one, how=st.sampled_from(["commit", "refuse", "as another"]))
     @precondition(lambda self: self.lonely() and self.staged & self.members)
     def end_what_is_staged(self, worker_id: int, how: str) -> None:
-        """Commit what was fetched, whatever came since, or refuse it."""
+        """Commit or refuse the staged version, even if newer ones were sent."""
         if worker_id not in self.staged & self.members:
             return
         self.staged.discard(worker_id)
@@ -207,27 +207,27 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(worker_id=_one)
     def break_down(self, worker_id: int) -> None:
-        """Change a model so that it fits no version any more."""
+        """Change a model so that it fits no version."""
         if self.attends(worker_id):
             self.pool.call(worker_id, Worker.misshape)
             self.broken.add(worker_id)
 
     @rule(worker_id=_one)
     def hang_up(self, worker_id: int) -> None:
-        """Leave, and say so."""
+        """Close the receiver, which notifies the sender."""
         if worker_id in self.lives:
             self.pool.call(worker_id, Worker.hang_up)
             self.forget(worker_id)
 
     @rule(worker_id=_one)
     def join(self, worker_id: int) -> None:
-        """Make a receiver, the first or a later one, for a model as it is after the start."""
+        """Make a receiver, with a new model."""
         if worker_id in self.members:
             self.forget(worker_id)
             self.pool.call(worker_id, Worker.reset)
             self.pool.call(worker_id, Worker.connect, self.sender.address(worker_id))
             self.start_life(worker_id)
-            # A scheme over a store looks for it now and then.
+            # A scheme over a store notices it only from time to time.
             assert eventually(lambda: not self.version_of(worker_id), self.cases.slack), ANEW
 
     @rule(worker_id=_one)
@@ -238,7 +238,7 @@ class Fleet(RuleBasedStateMachine):
 
     @rule(worker_id=_one)
     def add(self, worker_id: int) -> None:
-        """Add a worker that was removed, as a new one."""
+        """Add a removed worker again, as a new one."""
         if worker_id not in self.members:
             self.sender.add_worker(worker_id)
             self.members.add(worker_id)
@@ -247,7 +247,7 @@ class Fleet(RuleBasedStateMachine):
     @rule(worker_id=_one)
     @precondition(replaces)
     def kill(self, worker_id: int) -> None:
-        """Lose a worker, in whose place another process begins."""
+        """Kill a worker, and start another process in its place."""
         self.killed = True
         self.forget(worker_id)
         self.pool.signal(worker_id, signal.SIGKILL)
@@ -259,8 +259,8 @@ class Fleet(RuleBasedStateMachine):
         assert not violations, "\n".join(map(str, violations))
 
     def teardown(self) -> None:
-        """Let all workers come back, after which a send must reach each."""
-        # An order that failed has its error already.
+        """Let all workers return; a send must then reach each of them."""
+        # A failed order has its error already.
         error = sys.exception()
         try:
             if error is None and hasattr(self, "sender"):
@@ -293,18 +293,18 @@ class Fleet(RuleBasedStateMachine):
         return worker_id in self.members & self.lives.keys() - absent
 
     def certain(self, worker_id: int) -> bool:
-        """Return whether the newest version is there for a worker that asks, whatever others do."""
+        """Return whether a worker that receives will get the newest version, whatever others do."""
         return self.lonely() and worker_id not in self.refused | self.unsure
 
     def current(self, worker_id: int) -> bool:
         return self.sender.workers[worker_id].state is WorkerState.CURRENT
 
     def version_of(self, worker_id: int) -> int:
-        """Return which version the sender believes the worker to have."""
+        """Return the worker's version according to the sender."""
         return self.sender.workers[worker_id].version
 
     def forget(self, worker_id: int) -> None:
-        """Count a worker as one without a receiver."""
+        """Record that a worker has no receiver."""
         self.lives.pop(worker_id, None)
         self.staged.discard(worker_id)
         self.broken.discard(worker_id)
@@ -314,13 +314,13 @@ class Fleet(RuleBasedStateMachine):
         self.lives[worker_id] = WorkerRecorder(self.recorder, worker_id, lambda: self.looked)
 
     def next_version(self) -> int:
-        """Make the model the next version."""
+        """Set the model's values to the next version."""
         value = self.sender.version + 1
         fill(self.policy, float(value))
         return value
 
     def send_to(self, to: set[int]) -> None:
-        """Send to workers that attend, and let them receive."""
+        """Send to receiving workers, and let them receive."""
         self.start_send(to, self.cases.slack)
         calls = [self.pool.submit(i, Worker.receive, self.cases.slack) for i in sorted(to)]
         received = ended(calls, "receive() of workers that a version is for")
@@ -352,14 +352,14 @@ class Fleet(RuleBasedStateMachine):
         self.recorder.states(self.sender.workers)
 
     def ask(self, worker_id: int, function: Any, *arguments: Any) -> Any:
-        """Call a worker, and see what it holds afterwards."""
+        """Call a function on a worker, and record its version afterwards."""
         answer = self.pool.call(worker_id, function, *arguments)
         self.look(worker_id)
         self.recorder.states(self.sender.workers)
         return answer
 
     def look(self, worker_id: int) -> None:
-        """Record what a worker holds, as a commit where that is another version."""
+        """Record the version of a worker, as a commit if it has changed."""
         version, values = self.pool.call(worker_id, _held)
         self.looked = " and ".join(str(value) for value in sorted(values))
         life = self.lives[worker_id]

@@ -1,4 +1,4 @@
-"""Workers for the cases of a scheme, and the class that all cases inherit."""
+"""The workers for a scheme's cases, and the base class of all cases."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from sync_testing.faults import stop
 from sync_testing.schemes.worker import Worker
 
 _SIZE = 3
-# A call that takes longer hangs.
+# A longer call counts as hung.
 _PATIENCE = 30.0
-# Several worlds may be starting at once, on few cores.
+# Several worker groups may be starting at once, on few cores.
 _STARTING = 120.0
-#: The most seconds that the quickest of some attempts may take where no wait is needed. A busy
-#: machine delays one of them, a protocol that waits for its clock delays all.
+#: The longest time of the fastest of several attempts when no wait is needed, in seconds. A busy
+#: machine delays single attempts; a protocol that waits on a timer delays all.
 PROMPT = 1.0
 
 
 def ended(calls: Collection[Future[Any]], what: str, seconds: float = _PATIENCE) -> list[Any]:
-    """Return the results of calls; fail with a sentence where one does not end in time."""
+    """Return the results of calls; fail with a message if one does not end in time."""
     _, running = wait(calls, seconds)
     assert not running, f"{what} must end, but had not after {seconds:g} s"
     return [call.result() for call in calls]
 
 
 class SharedGroup:
-    """Workers of one group, started when they are first needed.
+    """A worker group that is started when it is first needed.
 
     Args:
         group_class: the group.
@@ -48,7 +48,7 @@ class SharedGroup:
         self.borrowers = 0
         self._group: WorkerGroup | None = None
         self._pids: dict[int, int] = {}
-        # The group may not have noticed yet.
+        # Workers that were killed, which the group may not have noticed yet.
         self._killed: set[int] = set()
 
     def make_ready(self) -> None:
@@ -67,14 +67,14 @@ class SharedGroup:
         return self._group.call(worker_id, function, *args)
 
     def call(self, worker_id: int, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function called on a worker."""
+        """Return the result of a function called on a worker."""
         call = self.submit(worker_id, function, *args)
         return ended([call], f"{getattr(function, '__name__', function)}() in worker {worker_id}")[
             0
         ]
 
     def signal(self, worker_id: int, number: signal.Signals) -> int:
-        """Send a signal to a worker's process; its id. After SIGSTOP, it stands still."""
+        """Send a signal to a worker's process; return its id. After SIGSTOP, it has stopped."""
         pid = self._pids[worker_id]
         stop(pid) if number == signal.SIGSTOP else os.kill(pid, number)
         if number == signal.SIGKILL:
@@ -82,14 +82,14 @@ class SharedGroup:
         return pid
 
     def restart(self, worker_id: int) -> None:
-        """Replace a worker that was killed."""
+        """Replace a killed worker."""
         assert self._group is not None
         self._group.restart(worker_id)
         self._killed.discard(worker_id)
         self._pids[worker_id] = self.call(worker_id, Worker.reset)
 
     def stop(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._group is not None:
             self._group.stop()
             self._group = None
@@ -109,7 +109,7 @@ _pools: dict[type[WorkerGroup], SharedGroup] = {}
 
 @contextmanager
 def borrow_pool(group_class: type[WorkerGroup]) -> Iterator[SharedGroup]:
-    """The pool of a group, which ends when its last borrower returns it."""
+    """For ``with``: the pool of a group, which ends when its last borrower returns it."""
     pool = _pools.setdefault(group_class, SharedGroup(group_class))
     pool.borrowers += 1
     try:
@@ -122,13 +122,13 @@ def borrow_pool(group_class: type[WorkerGroup]) -> Iterator[SharedGroup]:
 
 
 class Workers:
-    """A sender and the workers of a pool that it serves, each under its id in the pool.
+    """A sender, and the workers of a pool that it serves under the same ids.
 
     Args:
         sender: the sender.
         pool: the pool.
-        make: makes another model than the usual one in the workers.
-        patience: how long a worker waits for a version, in seconds.
+        make: makes a model other than the default in the workers.
+        patience: the time limit of a worker's `receive`, in seconds.
     """
 
     def __init__(
@@ -152,17 +152,17 @@ class Workers:
         ended(calls, "Receiver(address, model)")
 
     def submit(self, worker_id: int, timeout: float | None = None) -> Future[Any]:
-        """Let a worker receive."""
+        """Let a worker receive, without waiting for it."""
         return self.pool.submit(worker_id, Worker.receive, timeout)
 
     def stage_what_is_given_up(self) -> None:
-        """Send the first version, do not wait for it, and let worker 0 fetch it all the same."""
+        """Send the first version, give it up at once, and let worker 0 stage it anyway."""
         with pytest.raises(SendError):
             self.sender.send_async().wait(0.0)
         assert self.pool.call(0, Worker.stage) == 1
 
     def receive(self, worker_id: int, timeout: float | None = None) -> int | None:
-        """The version that a worker received."""
+        """Let a worker receive, and return the version."""
         seconds = self.patience if timeout is None else timeout
         call = self.submit(worker_id, seconds)
         version: int | None = ended([call], f"receive({seconds:g}) in worker {worker_id}")[0]
@@ -175,7 +175,7 @@ class Workers:
         *,
         extras: Mapping[str, Tensor] | None = None,
     ) -> SendReport:
-        """Send while the workers that it is for receive."""
+        """Send while the workers of this send receive."""
         pending = self.sender.send_async(weights, worker_ids, extras=extras)
         receivers = self.sender.all_worker_ids() if worker_ids is None else set(worker_ids)
         calls = [self.submit(worker_id, self.patience) for worker_id in receivers]
@@ -194,7 +194,7 @@ class Workers:
 
     @staticmethod
     def give_up(pending: PendingSend, *late: int) -> SendReport:
-        """End a send that some workers do not answer, once all others have; its report."""
+        """Give up a send after all workers but the late ones have answered; return its report."""
         for worker_id, delivery in pending.unanswered.items():
             assert worker_id in late or delivery.wait(_PATIENCE), (
                 f"worker {worker_id} receives, and its delivery must end"
@@ -204,16 +204,16 @@ class Workers:
         return failure.value.report
 
     def values(self) -> list[set[float]]:
-        """The values that the parameters of each worker hold."""
+        """Return the values in each worker's parameters."""
         return [self.pool.call(i, Worker.values) for i in self.sender.all_worker_ids()]
 
     def fingerprints(self) -> list[dict[str, str]]:
-        """The tensors of each worker, every bit."""
+        """Return the fingerprints of each worker's tensors."""
         return [self.pool.call(i, Worker.fingerprints) for i in self.sender.all_worker_ids()]
 
 
 class Start(Protocol):
-    """Makes a sender, and connects workers to it."""
+    """The fixture ``start``: makes a sender, and connects workers to it."""
 
     def __call__(
         self,
@@ -226,7 +226,7 @@ class Start(Protocol):
 
 
 class SchemeCases(Conformance):
-    """Base of the cases; see `SchemeConformance` for the attributes."""
+    """Base class of the cases; see `SchemeConformance` for the attributes."""
 
     scheme: ClassVar[Any]
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -237,19 +237,19 @@ class SchemeCases(Conformance):
 
     @pytest.fixture(autouse=True)
     def moves_weights(self) -> None:
-        """A scheme without weights on the way has nothing that could arrive."""
+        """Skip the case if the scheme delivers no weights."""
         self.need_travelling()
 
     @pytest.fixture(scope="module")
     @classmethod
     def pool(cls) -> Iterator[SharedGroup]:
-        """The workers, as the last case has left them."""
+        """The workers, in the state after the last case."""
         with borrow_pool(choose_group([cls.scheme], cls.group)) as pool:
             yield pool
 
     @pytest.fixture
     def start(self, pool: SharedGroup) -> Iterator[Start]:
-        """See `Start`; the senders are closed at the end."""
+        """Return the function `Start`; its senders are closed at the end."""
         with ExitStack() as ends:
 
             def start(
@@ -266,7 +266,7 @@ class SchemeCases(Conformance):
 
     @pytest.fixture(params=[False, True], ids=["copy", "zero_copy"])
     def zero_copy(self, request: pytest.FixtureRequest) -> bool:
-        """Both ways of committing."""
+        """Run the case twice: with and without copying at the commit."""
         flag = bool(request.param)
         if flag:
             self.need("zero_copy")
@@ -280,7 +280,7 @@ class SchemeCases(Conformance):
 
     @pytest.fixture
     def asking(self) -> None:
-        """For cases in which a worker says when it receives, stages or commits."""
+        """For cases in which a worker decides when it receives, stages or commits."""
         if self.called:
             pytest.skip("the workers are called by the sender, and do not say when they receive")
 
@@ -292,7 +292,7 @@ class SchemeCases(Conformance):
 
     @pytest.fixture
     def lasting(self) -> None:
-        """For cases in which a worker commits a version that failed, or was given up."""
+        """For cases in which a worker commits a version that failed or was given up."""
         if self.can("aborts"):
             pytest.skip("a version that one worker cannot commit is committed by none")
 
@@ -313,13 +313,13 @@ class SchemeCases(Conformance):
         make: Callable[[], Any] | None,
         **options: Any,
     ) -> Workers:
-        """Make what `Start` makes; ``ends`` closes it."""
+        """Make the sender and workers of `Start`; ``ends`` closes the sender."""
         sender = ends.enter_context(cls.sender(model, num_workers, **options))
         return Workers(sender, pool, make, patience=cls.slack)
 
     @classmethod
     def sender(cls, model: Any, num_workers: int = 1, **options: Any) -> Sender:
-        """A sender of the scheme, or of one that wraps it."""
+        """Make a sender of the scheme, or of a scheme that wraps it."""
         scheme = options.pop("scheme", cls.scheme)
         return Sender(scheme, model, num_workers=num_workers, **{**cls.options, **options})
 
@@ -330,18 +330,18 @@ class SchemeCases(Conformance):
 
     @classmethod
     def need_travelling(cls) -> None:
-        """Skip the case where the scheme moves nothing."""
+        """Skip the case if the scheme delivers no weights."""
         if cls.can("same_object"):
             pytest.skip("workers act with the trainer's own object, so nothing travels")
 
     @classmethod
     def need_one_sender(cls) -> None:
-        """Skip the case where a worker's version comes from several senders."""
+        """Skip the case if a worker's version comes from several senders."""
         if cls.can("joined"):
             pytest.skip("versions of several senders are whole, and each worker has its address")
 
     @classmethod
     def need(cls, capability: str) -> None:
-        """Skip the case where the scheme does not declare a capability."""
+        """Skip the case unless the scheme declares a capability."""
         if not cls.can(capability):
             pytest.skip(f"the scheme does not declare {capability!r}")

@@ -1,4 +1,4 @@
-"""Cases: the protocol between both ends, alone and with layers."""
+"""Cases: the protocol between sender and receivers, alone and with layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sync_testing.schemes.worker import Worker
 
 
 class ProtocolCases(SchemeCases):
-    """Uses, right and wrong."""
+    """Correct and incorrect use of senders and receivers."""
 
     @pytest.mark.parametrize("pickler", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
     def test_addresses_pickle(self, pickler: Any) -> None:
@@ -189,7 +189,7 @@ class ProtocolCases(SchemeCases):
 
 
 class CombinationCases(SchemeCases):
-    """Nothing that one sender does is seen by the workers of another."""
+    """Several senders, which must not affect each other's workers."""
 
     def test_two_senders_at_once(self, pool: SharedGroup) -> None:
         self._send_by_two(pool, "actor", "critic")

@@ -1,4 +1,4 @@
-"""Cases: which values arrive, and what is isolated from the trainer."""
+"""Cases: values arrive unchanged, and later changes in the trainer do not affect them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from sync_testing.schemes.models import (
 from sync_testing.schemes.pool import SchemeCases, SharedGroup, Start, Workers, ended
 from sync_testing.schemes.worker import Worker
 
-#: Set it to test a model of more than 2 GiB, of which there are several copies in memory.
+#: If set, a model of more than 2 GiB is tested, with several copies in memory.
 HUGE = "SYNC_CONFORMANCE_HUGE"
 
 Prints = dict[str, str]
 
 
 class ValueCases(SchemeCases):
-    """Cases: values arrive bit by bit; they are compared as bits, never as numbers."""
+    """Values arrive bit by bit: they are compared as bits, not as numbers."""
 
     @pytest.fixture(scope="class", params=[False, True], ids=["copy", "zero_copy"])
     @classmethod
     def arrived(cls, request: pytest.FixtureRequest, pool: SharedGroup) -> Iterator[list[Any]]:
-        """Return the tensors sent in two versions and those received, in one model."""
+        """Return the tensors sent in two versions and those received, for one model."""
         cls.need_travelling()
         if request.param:
             cls.need("zero_copy")
@@ -88,7 +88,7 @@ class ValueCases(SchemeCases):
             assert workers.send(make_policy(float(step)), extras=extras).updated == (0,), REPORT
             assert workers.values() == [{float(step)}], VALUES
             found = workers.pool.call(0, Worker.extras)
-            # A worker that is called by its handle has its receiver elsewhere.
+            # A worker that the sender calls by its handle has its receiver elsewhere.
             assert found in (None, fingerprints(extras)), VALUES
         assert workers.send(make_policy(3.0)).updated == (0,), REPORT
         assert workers.pool.call(0, Worker.extras) in (None, {}), VALUES
@@ -124,7 +124,7 @@ class ValueCases(SchemeCases):
             "a model must be written where it lies: other code may read its tensors by address"
         )
 
-    # Whatever limit a plugin sets to its tests, pages for five copies take their time.
+    # Allocating five copies takes time, whatever limit a plugin sets for its tests.
     @pytest.mark.timeout(600)
     def test_more_than_2_gib(self, start: Start) -> None:
         if HUGE not in os.environ:
@@ -184,13 +184,13 @@ def _prints(model: Any) -> Prints:
 
 
 def _wide(seed: int) -> nn.Module:
-    """A module of more than 1 MB."""
+    """Return a module of more than 1 MB."""
     torch.manual_seed(seed)
     return nn.Linear(600, 600)
 
 
 class IsolationCases(SchemeCases):
-    """Of the trainer from its workers, and of these from each other."""
+    """Isolation of the trainer from its workers, and of workers from each other."""
 
     def test_a_step_after_send_async_changes_nothing_that_arrives(
         self, start: Start, zero_copy: bool
@@ -248,7 +248,7 @@ class IsolationCases(SchemeCases):
             assert workers.send().updated == (0,), REPORT
             assert workers.values() == [{float(value)}], VALUES
             if value == 2:
-                # As queues of torch.multiprocessing do; torch moves what is shared elsewhere.
+                # As queues of torch.multiprocessing do: torch moves the tensors to shared memory.
                 workers.pool.call(0, lambda worker: worker.model.share_memory() and None)
 
     def test_what_came_in_inference_mode_can_be_trained(
@@ -269,7 +269,7 @@ class IsolationCases(SchemeCases):
         self, start: Start, zero_copy: bool
     ) -> None:
         policy, extras = make_policy(), {"step": torch.tensor(1)}
-        # Tensors there have no values, so a use of one raises, as one of a GPU would.
+        # Tensors on this device have no values, so using one raises an error, as for a GPU.
         with torch.device("meta"):
             workers = start(policy, 1, zero_copy=zero_copy)
             for value in (2.0, 3.0):
@@ -342,7 +342,7 @@ class IsolationCases(SchemeCases):
 
 
 class _Made(ComputedWeights):
-    """Tensors that are made one after the other, all of them or so many."""
+    """Weights whose tensors are made one after the other; optionally fails after some."""
 
     def __init__(self, weights: dict[str, Tensor], most: int | None = None) -> None:
         super().__init__(weights)

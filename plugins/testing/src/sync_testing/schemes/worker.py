@@ -1,4 +1,4 @@
-"""The object that a worker hosts in the cases: a model, its receiver, and questions."""
+"""The object that a worker hosts in the cases: a model, its receiver, and inspection methods."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sync_testing.schemes.models import fill, fingerprints, make_policy
 
 
 class Worker:
-    """One worker of the group.
+    """A worker of the group.
 
     Args:
         worker_id: its id in the group.
@@ -42,26 +42,26 @@ class Worker:
         self.model: Any = make_policy()
         self.receiver: Receiver | None = None
         self._sending: list[tuple[Sender, PendingSend]] = []
-        # Held while the model is in use; whether something has come that was not received.
+        # A lock that is held while the model is in use, and whether a version has arrived since.
         self._in_use = threading.Lock()
         self._arrived = False
 
     def fork(self) -> int:
-        """Fork a process that does nothing, and lives for longer than this one; its id."""
+        """Fork a process that does nothing and outlives this one; return its id."""
         with warnings.catch_warnings():
-            # Of threads that the child lacks.
+            # The warning about threads that the child lacks.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             signal.alarm(100)
             while True:
                 signal.pause()
-        # Processes that a worker's process group leaves behind are ended.
+        # In its own process group: what a worker's process group leaves behind is killed.
         os.setpgid(child, child)
         return child
 
     def reset(self) -> int:
-        """Be as new; the process."""
+        """Reset the worker; return its process id."""
         if self.receiver is not None:
             self.receiver.close()
         for sender, _ in self._sending:
@@ -73,7 +73,7 @@ class Worker:
         return os.getpid()
 
     def connect(self, address: Address, make: Callable[[], Any] | None = None) -> None:
-        """Make a receiver, and a model if it is another one."""
+        """Make a receiver, and a new model if ``make`` is given."""
         if make is not None:
             self.model = make()
         self.receiver = Receiver(address, self.model)
@@ -83,14 +83,14 @@ class Worker:
         return [tensor.data_ptr() for tensor in self.model.state_dict().values()]
 
     def receive(self, timeout: float | None = None) -> int | None:
-        """The version committed, if any."""
+        """Receive, and return the committed version, if any."""
         assert self.receiver is not None
         return self.receiver.receive(timeout)
 
     def attend(self) -> bool:
-        """Receive whenever the scheme reports a version; return whether it does."""
+        """Receive whenever the scheme reports a version; return False if it never does."""
         assert self.receiver is not None
-        # A receiver that knows itself is kept until garbage is collected.
+        # A receiver that refers to itself is kept until garbage collection.
         receiver = weakref.ref(self.receiver)
 
         def receive() -> None:
@@ -101,7 +101,7 @@ class Worker:
         return self.receiver.on_arrival(receive)
 
     def attend_between_steps(self) -> bool:
-        """Receive what the scheme reports while the model is not in use, as collectors do."""
+        """Receive reported versions while the model is not in use, as collectors do."""
         assert self.receiver is not None
         worker = weakref.ref(self)
 
@@ -114,7 +114,7 @@ class Worker:
         return self.receiver.on_arrival(receive)
 
     def step_until(self, version: int, seconds: float) -> list[float]:
-        """Use the model, and look for a version after each step; what each look took."""
+        """Use the model, and look for a version after each step; return the time of each look."""
         assert self.receiver is not None
         looks: list[float] = []
         deadline = time.perf_counter() + seconds
@@ -128,11 +128,11 @@ class Worker:
         return looks
 
     def begin_step(self) -> None:
-        """Use the model from now on."""
+        """Mark the model as in use."""
         self._in_use.acquire()
 
     def end_step(self, seconds: float) -> None:
-        """Use the model until something has arrived, for a limited time, and receive it."""
+        """Use the model until a version has arrived, for a limited time, and receive it."""
         deadline = time.perf_counter() + seconds
         while not self._arrived and time.perf_counter() < deadline:
             time.sleep(0.005)
@@ -140,7 +140,7 @@ class Worker:
         self._receive_arrived()
 
     def _receive_arrived(self) -> None:
-        # If another thread has the lock, it comes here when it releases that.
+        # If another thread holds the lock, that thread calls this after it releases the lock.
         while self._arrived and self._in_use.acquire(blocking=False):
             try:
                 self._arrived = False
@@ -151,12 +151,12 @@ class Worker:
                 self._in_use.release()
 
     def infer(self, function: Callable[[Worker], Any]) -> Any:
-        """Run a function in inference mode, as a worker that only acts does."""
+        """Run a function in inference mode, as in a worker that only acts."""
         with torch.inference_mode():
             return function(self)
 
     def with_default_device(self, device: str, function: Callable[[Worker], Any]) -> Any:
-        """Run a function where tensors are made on another device unless they name one."""
+        """Run a function with another default device for new tensors."""
         with torch.device(device):
             return function(self)
 
@@ -167,23 +167,23 @@ class Worker:
         return {v for p in self.model.parameters() for v in p.grad.flatten().tolist()}
 
     def stage(self) -> int | None:
-        """Fetch a version, and do not commit it yet; which one."""
+        """Stage a version without committing it; return the version."""
         assert self.receiver is not None
         return self.receiver.stage(20.0)
 
     def commit_staged(self) -> int:
-        """Commit what was fetched; the version."""
+        """Commit the staged version, and return it."""
         assert self.receiver is not None
         self.receiver.load()
         return self.receiver.confirm()
 
     def refuse_staged(self) -> None:
-        """Drop what was fetched, and say so."""
+        """Refuse the staged version."""
         assert self.receiver is not None
         self.receiver.reject(SyncError("the worker does not want it"))
 
     def commit_after_another(self, address: Address) -> int:
-        """Commit what was fetched, when another receiver has been made in place of this one."""
+        """Commit the staged version after another receiver has replaced this one."""
         receiver, self.receiver = self.receiver, Receiver(address, self.model)
         assert receiver is not None
         receiver.load()
@@ -193,7 +193,7 @@ class Worker:
             receiver.close()
 
     def serve(self) -> int:
-        """Receive until the sender has gone; the version at the end."""
+        """Receive until the sender is gone; return the last version."""
         assert self.receiver is not None
         try:
             while True:
@@ -202,9 +202,9 @@ class Worker:
             return self.receiver.version
 
     def spoil(self) -> None:
-        """Flip a bit of what the next increment is applied to."""
+        """Flip a bit of the base of the next increment."""
         assert self.receiver is not None
-        # A worker of several senders has an increment of each.
+        # A worker of several senders has an increment from each.
         for transport in find(self.receiver._connection.transport, WrappingReceiver):
             incremental: Any = transport
             incremental.kept.body[3] ^= 1
@@ -220,7 +220,7 @@ class Worker:
         self.receiver.close()
 
     def hang_up_while_waiting(self, seconds: float) -> str | None:
-        """Close the receiver while another thread receives for some seconds; what that raises."""
+        """Close the receiver while another thread receives; return the error of that thread."""
         assert self.receiver is not None
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(self.receiver.receive, seconds)
@@ -232,7 +232,7 @@ class Worker:
         return None if error is None else type(error).__name__
 
     def look_while_waiting(self, seconds: float) -> bool:
-        """Return whether one thread looks for a version before another has waited for one."""
+        """Return whether one thread's look ends before another thread's wait."""
         assert self.receiver is not None
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(self.receiver.receive, seconds)
@@ -245,18 +245,18 @@ class Worker:
         return looked
 
     def leave(self, value: float) -> None:
-        """Close the receiver, and write to the model."""
+        """Close the receiver, and change the model."""
         self.hang_up()
         fill(self.model, value)
 
     def rebuild(self) -> None:
-        """Make another model, as a worker that begins again does."""
+        """Make another model, as a restarted worker does."""
         self.model = make_policy()
         if self.receiver is not None:
             self.receiver.register_model(self.model)
 
     def rebuild_while_waiting(self, timeout: float) -> int | None:
-        """Make another model while another thread receives; the version that this commits."""
+        """Make another model while another thread receives; return the version that it commits."""
         assert self.receiver is not None
         with ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(self.receiver.receive, timeout)
@@ -265,11 +265,11 @@ class Worker:
             return waiting.result()
 
     def misshape(self) -> None:
-        """Make the model one that the weights do not fit."""
+        """Replace the model by one that the weights do not fit."""
         self.model[0].weight = torch.nn.Parameter(torch.full((1, 1), 5.0))
 
     def be_refused(self, address: Address) -> str:
-        """Make a receiver for a model that the weights do not fit; the error."""
+        """Make a receiver for a model that the weights do not fit; return the error."""
         try:
             Receiver(address, {"other": torch.zeros(1)}).close()
         except LayoutMismatchError as error:
@@ -277,21 +277,21 @@ class Worker:
         return ""
 
     def values(self) -> set[float]:
-        """Every value that a parameter holds."""
+        """Return every value in the parameters."""
         return {v for p in self.model.parameters() for v in p.detach().flatten().tolist()}
 
     def extras(self) -> dict[str, str] | None:
-        """Fingerprints of the receiver's extras; None without a receiver."""
+        """Return the fingerprints of the receiver's extras; None without a receiver."""
         return None if self.receiver is None else fingerprints(self.receiver.extras)
 
     def fingerprints(self) -> dict[str, str]:
-        """See `sync_testing.schemes.models.fingerprints`."""
+        """Return the model's fingerprints; see `sync_testing.schemes.models.fingerprints`."""
         return fingerprints(self.model)
 
     def train(
         self, scheme: Any, options: Mapping[str, Any], zero_copy: Iterable[bool]
     ) -> list[Address]:
-        """Send a tensor by several senders; return an address of each."""
+        """Start several senders of a tensor, and return an address of each."""
         for flag in zero_copy:
             weights = {"weight": torch.full((1000,), 5.0)}
             arguments = {"timeout": 20.0, **options}

@@ -1,4 +1,4 @@
-"""The options of the suite, and the classes that they ask for."""
+"""The options of the suite, and the test classes that they select."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from sync_core.wrapping import SEPARATOR, WrappingScheme
 from sync_testing import LayerConformance, SchemeConformance, WorkerGroupConformance
 from sync_testing.cases import Conformance
 
-#: Seconds after which pytest-timeout ends a case, where the run sets no limit.
+#: The time limit of a case with pytest-timeout, in seconds, if the run sets none.
 LIMIT = 300
 
-#: The classes that this run was asked for; `test_plugins` is where pytest finds them.
+#: The selected classes; pytest finds them in `test_plugins`.
 chosen: dict[str, type[Conformance]] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options."""
+    """Add the options of the suite."""
     group = parser.getgroup("sync_testing.suite", "conformance of a sync-core plugin")
     group.addoption("--scheme", metavar="NAME", help="a scheme, or module:attribute")
     group.addoption("--layer", metavar="NAME", help="a layer, or module:attribute")
@@ -56,13 +56,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the classes, or say what is wrong with the command line."""
+    """Make the classes, or report what is wrong with the command line."""
     chosen.clear()
     limited = config.pluginmanager.hasplugin("timeout") and (
         config.getoption("timeout") or config.getini("timeout") or "PYTEST_TIMEOUT" in os.environ
     )
     marks = [] if limited else [pytest.mark.timeout(LIMIT)]
-    # A process that has run tests before may have imported it, with what was chosen then.
+    # An earlier run in this process may have imported it, with other classes.
     sys.modules.pop(f"{__package__}.test_plugins", None)
     scheme, layer, workers = (config.getoption(name) for name in ("scheme", "layer", "workers"))
     if not (scheme or layer or workers):
@@ -98,12 +98,12 @@ def _choose(base: type[Conformance], plugin: str, **attributes: Any) -> None:
 
 
 def _found(name: str) -> Any:
-    """The name, or the object that it leads to; a wrapping scheme gets what follows it."""
+    """Return the name, or the object that it refers to; a wrapping scheme wraps the rest."""
     path, _, inner = name.partition(SEPARATOR)
-    # A name before the colon that no module can have is that of a distribution.
+    # A prefix that cannot be a module name is the name of a distribution.
     if ":" not in path or not path.partition(":")[0].replace(".", "_").isidentifier():
         return name
-    # As with python -m; its own program, as pytest is, does not look for modules here.
+    # As with python -m; the program pytest does not search the current folder.
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = pkgutil.resolve_name(path)

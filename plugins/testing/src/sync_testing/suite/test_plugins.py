@@ -1,4 +1,4 @@
-"""The classes that the command line asked for, where pytest finds them."""
+"""The classes that the command line selects, for pytest to collect."""
 
 from __future__ import annotations
 
