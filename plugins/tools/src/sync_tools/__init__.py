@@ -1,7 +1,7 @@
 """The command ``sync-core``, and `StatusServer`, from which ``sync-core watch`` reads.
 
-`sync_tools.main` parses the command line, each module of `sync_tools.commands` is one command, and
-`sync_tools.bench` measures a scheme for programs.
+`sync_tools.main` parses the command line. Each module of `sync_tools.commands` is one command.
+`sync_tools.bench` measures a scheme from Python.
 """
 
 from typing import TYPE_CHECKING

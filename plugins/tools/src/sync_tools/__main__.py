@@ -1,4 +1,4 @@
-"""``python -m sync_tools`` is ``sync-core``."""
+"""Runs ``sync-core`` as ``python -m sync_tools``."""
 
 import sys
 

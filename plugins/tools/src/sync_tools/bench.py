@@ -1,4 +1,4 @@
-"""Measures how fast a scheme moves weights on this machine, beside the machine's copy limit."""
+"""Measures how fast a scheme delivers weights, compared to the machine's copy speed."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ __all__ = [
 
 
 class CopyLimit:
-    """Measures the copies that no scheme between processes can do without.
+    """Measures the copies that every scheme between processes needs.
 
-    The trainer's tensors are packed into one mapping, all of whose pages are there; then every
-    worker copies the mapping, at once with the others, into its own block.
+    The trainer's tensors are packed into one mapping, whose pages are already allocated. Then all
+    workers copy the mapping into their own blocks at the same time.
 
     Args:
         group: the workers, which host a `BenchWorker`.
@@ -73,11 +73,11 @@ class CopyLimit:
 
     @staticmethod
     def is_available() -> bool:
-        """Return whether this system has what it takes."""
+        """Return whether this system supports the measurement."""
         return sys.platform == "linux"
 
     def measure(self) -> float:
-        """Seconds for one pack and for the workers' copies, the calls to them left out."""
+        """Return the seconds of one pack and the workers' copies, without the calls themselves."""
         begin = time.perf_counter()
         self._payload.pack(self._block)
         pack = time.perf_counter() - begin
@@ -105,8 +105,8 @@ class ModelSize:
     """A model of equal float32 tensors.
 
     Args:
-        tensors: how many.
-        nbytes: the bytes of each.
+        tensors: the number of tensors.
+        nbytes: the bytes of each tensor.
     """
 
     tensors: int
@@ -124,7 +124,7 @@ MODELS: dict[str, ModelSize | None] = {
 
 
 def make_model(name: str) -> nn.Module:
-    """The model of one of the names in `MODELS`."""
+    """Make the model with a name in `MODELS`."""
     size = MODELS[name]
     if size is None:
         return nn.Sequential(
@@ -136,14 +136,14 @@ def make_model(name: str) -> nn.Module:
 
 
 def mark(model: nn.Module, version: int) -> None:
-    """Fill every tensor with its own value, of this version."""
+    """Fill every tensor with its own value for a version."""
     with torch.no_grad():
         for position, parameter in enumerate(model.parameters()):
             parameter.fill_(_value(version, position))
 
 
 def is_marked(model: nn.Module, version: int) -> bool:
-    """Return whether every element of every tensor is of this version."""
+    """Return whether every element of every tensor has the value for a version."""
     return all(
         bool((parameter == _value(version, position)).all())
         for position, parameter in enumerate(model.parameters())
@@ -151,7 +151,7 @@ def is_marked(model: nn.Module, version: int) -> bool:
 
 
 def mark_share(model: nn.Module, version: int, share: float) -> None:
-    """Give a share of the elements of every tensor a value of this version: all in the first."""
+    """Give a share of every tensor's elements the value for a version; in the first, all."""
     step = 1 if version == 1 else max(1, round(1 / share))
     with torch.no_grad():
         for position, parameter in enumerate(model.parameters()):
@@ -166,7 +166,7 @@ _LONG = 3600.0
 
 
 class BenchWorker:
-    """Hosted by each worker of a benchmark.
+    """The object that each worker of a benchmark hosts.
 
     Args:
         model: the name of the model.
@@ -175,7 +175,7 @@ class BenchWorker:
     def __init__(self, model: str) -> None:
         self.model = make_model(model)
         self._name = model
-        # What versions of which only a share was marked add up to, and the last of them.
+        # The model as all `mark_share` calls so far leave it, and the version of the last call.
         self._expected: tuple[nn.Module, int] | None = None
         self._receiver: Receiver | None = None
         self._source: np.ndarray[Any, Any] | None = None
@@ -190,14 +190,14 @@ class BenchWorker:
         return self._connected().receive()
 
     def keep_receiving(self) -> None:
-        """Commit every version that comes from now on, in a thread that ends with the sender."""
+        """Commit every new version on a thread, which ends with the sender."""
         receiver = self._connected()
         threading.Thread(
             target=_receive_all, args=(receiver,), name="sync-bench", daemon=True
         ).start()
 
     def has_arrived(self, version: int, share: float | None = None) -> bool:
-        """Return whether every element of the model is as `mark` or `mark_share` left it."""
+        """Return whether every element of the model has the value of `mark` or `mark_share`."""
         if share is None:
             return is_marked(self.model, version)
         expected, last = self._expected or (make_model(self._name), 0)
@@ -208,7 +208,7 @@ class BenchWorker:
         return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
     def map_source(self, path: str, nbytes: int) -> None:
-        """Map the memory that `copy_source` reads, and touch what it writes to."""
+        """Map the memory that `copy_source` reads, and allocate the pages that it writes."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -216,13 +216,13 @@ class BenchWorker:
         finally:
             os.close(descriptor)
         self._source = np.frombuffer(mapping, dtype=np.uint8)
-        # On its own page like the source: elsewhere in the page it may take several times
-        # as long, and this measures the limit.
+        # Page-aligned like the source: otherwise the copy may take several times as long, and this
+        # would not be the limit.
         self._target = Block.allocate(max(nbytes, 2 * MIB)).memory[:nbytes].numpy()
         self._target[:] = 0
 
     def copy_source(self) -> tuple[float, float]:
-        """Copy the whole source once; when that began and ended."""
+        """Copy the whole source once; return the start and end time."""
         if self._source is None or self._target is None:
             raise RuntimeError("map_source comes before copy_source")
         begin = time.perf_counter()
@@ -242,31 +242,31 @@ def _receive_all(receiver: Receiver) -> None:
 
 
 _WARM_UP = 3
-#: How long the workers are given to be waiting before a round begins.
+#: How long to wait at most until the workers wait, before a round begins.
 SETTLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The figures of one run of a benchmark.
+    """The results of one benchmark.
 
     Args:
         plugin: the scheme, its distribution and version.
         model: the model's name.
-        tensors: how many tensors it has.
+        tensors: the number of its tensors.
         nbytes: the size of a payload, in bytes.
-        workers: how many workers there were.
-        zero_copy: whether they kept views.
+        workers: the number of workers.
+        zero_copy: whether workers used zero-copy views.
         consolidated: whether the models of the trainer and of the workers were consolidated.
         options: the options of the scheme.
-        seconds: of each round, from the call of `send` to its return.
-        limit: seconds of each round of plain copies, done in turn with those; empty where the
+        seconds: the seconds of each round, from the call of `send` to its return.
+        limit: the seconds of each round of plain copies, alternating with the sends; empty if the
             workers share the trainer's process, or the system cannot measure it.
-        cores: how many cores this process may use.
+        cores: the number of cores that this process may use.
         torch: the version of torch.
-        changed: the share of the elements that changed from round to round, where versions
-            travelled as increments; None where all did, and versions travelled whole.
-        travelled: the bytes that travelled to a worker in the median round.
+        changed: with increments, the share of the elements that changed between rounds; None if
+            whole versions were sent.
+        travelled: the bytes sent to a worker in the median round.
     """
 
     plugin: str
@@ -286,22 +286,22 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """Seconds of the median round."""
+        """The seconds of the median round."""
         return median(self.seconds)
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Return the GB/s that all workers received together in the median round."""
+        """The GB/s that all workers received together in the median round."""
         return self.nbytes * self.workers / self.median / 1e9
 
     @property
     def share_of_limit(self) -> float | None:
-        """The limit's median seconds over ours; above 1 for a scheme that copies less."""
+        """The median seconds of the copy limit, divided by the scheme's."""
         return median(self.limit) / self.median if self.limit else None
 
 
 def check_measurable(scheme: str) -> None:
-    """Raise `OptionError` for a scheme that has nothing to measure."""
+    """Raise `OptionError` for a scheme without anything to measure."""
     if shares_policy(scheme):
         raise OptionError(f"scheme {scheme!r} moves no weights, so there is nothing to measure")
 
@@ -317,21 +317,21 @@ def measure(
     changed: float | None = None,
     options: dict[str, Any] | None = None,
 ) -> Measurement:
-    """Send a model to workers, round after round, and check on them what arrived.
+    """Send a model to workers several times, and check the weights that arrive.
 
     Args:
         scheme: the scheme's name.
         model: a name in `sync_tools.bench.MODELS`.
-        workers: how many.
-        zero_copy: let the workers keep views.
+        workers: the number of workers.
+        zero_copy: let the workers use zero-copy views.
         consolidated: consolidate the models of the trainer and of the workers.
-        rounds: how many rounds count, after three that do not.
+        rounds: the number of rounds measured, after three for warm-up.
         changed: send increments (``"increments::"`` and the scheme), and change this share of the
             elements before each round.
         options: options of the scheme.
 
     Raises:
-        SyncError: the scheme does not work here, or something else arrived than was sent.
+        SyncError: the scheme does not work here, or wrong weights arrived.
     """
     options = options or {}
     check_measurable(scheme)

@@ -9,17 +9,17 @@ from importlib import import_module
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of ``sync-core``, which a distribution declares as an entry point.
+    """A command of ``sync-core``, declared as an entry point of a distribution.
 
-    The entry point ``sync.commands`` of the command's name refers to an instance. The module is
-    imported when the command is used, so that ``sync-core --help`` imports nothing slow. Its
+    Register an instance in the entry point group ``sync.commands`` under the command's name. The
+    module is imported when the command is used, so ``sync-core --help`` stays fast. The module's
     ``add_arguments(parser)`` adds the command's arguments to an `argparse.ArgumentParser`, and sets
-    the default ``run``: a function of the parsed arguments, a list of the arguments that the parser
-    does not know, and the parser, which returns the exit status.
+    the default ``run``. ``run(arguments, unknown, parser)`` gets the parsed arguments, a list of
+    unknown ones, and the parser; it returns the exit status.
 
     Args:
         help: the command's line in ``sync-core --help``.
-        module: the name of the module that has the command.
+        module: the name of the module with ``add_arguments``.
 
     Example:
         >>> parser = argparse.ArgumentParser()

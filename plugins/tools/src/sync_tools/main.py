@@ -26,8 +26,8 @@ def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParse
     """Return the parser of the command line.
 
     Args:
-        commands: the commands whose arguments it parses; of others it knows only the name. None
-            means all of them.
+        commands: the commands whose arguments to parse; other commands are known only by name. None
+            means all.
     """
     parser = argparse.ArgumentParser(
         prog="sync-core", description="Weight synchronisation: what is installed, and how it does."
@@ -38,7 +38,7 @@ def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParse
     is_known = commands is not None and any(entry.name in commands for entry in entries)
     for entry in entries:
         if is_known and entry.name not in (commands or ()):
-            # Its line of help is not printed.
+            # A placeholder; its help line is not printed.
             subparsers.add_parser(entry.name, allow_abbrev=False)
             continue
         command = _load(entry)
@@ -53,8 +53,8 @@ def make_parser(commands: Sequence[str] | None = None) -> argparse.ArgumentParse
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``sync-core`` and return its exit status.
 
-    The command ends with status 1, and without a message, when the reader of its output has ended,
-    as in ``sync-core list | head -3``.
+    If the reader of its output exits, as in ``sync-core list | head -3``, the command ends with
+    status 1 and without a message.
 
     Args:
         arguments: the command line after the program's name; None for this process's.
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
         finally:
-            # Here, and not when the interpreter ends, which would report the error.
+            # Flushed here, since the interpreter would report the error at exit.
             sys.stdout.flush()
     except BrokenPipeError:
         if not _drop_output():
@@ -87,7 +87,7 @@ def _run(given: Sequence[str]) -> int:
 
 
 def _drop_output() -> bool:
-    """Let what is still written to pipes without a reader be dropped; False where all have one."""
+    """Redirect pipes without a reader to nowhere; return False if all pipes have one."""
     dropped = False
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -105,7 +105,7 @@ def _drop_output() -> bool:
 
 
 def _load(entry: EntryPoint) -> Command:
-    """Return the command that an entry point refers to; a broken one fails when it is used."""
+    """Return the command that an entry point refers to; a broken command fails when it is used."""
     try:
         command = entry.load()
         if not isinstance(command, Command):
@@ -121,7 +121,7 @@ def _load(entry: EntryPoint) -> Command:
 
 
 class _Broken(Command):
-    """A command that does not import; ``module`` is the message of the error."""
+    """A command that cannot be imported; ``module`` is the error message."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         del parser

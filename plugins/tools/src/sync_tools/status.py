@@ -1,4 +1,4 @@
-"""A server for the status of a sender: JSON over HTTP, on this machine only."""
+"""Serves the status of a sender: JSON over HTTP, on this machine only."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from sync_core.transports import uninterrupted
 from sync_plugin_std.local import close_when_forked
 
 _log = logging.getLogger("sync_core")
-# A request, and then its answer, may take this long, in seconds.
+# The time limit of a request, and then of its answer, in seconds.
 _DEADLINE = 1.0
-# Connections at once; of more, the one that came first is closed.
+# The most open connections; further ones close the oldest.
 _MOST = 64
-# Before another connection is accepted, in seconds, where the process has no descriptor left.
+# How long to wait before accepting again when the process has no free descriptor, in seconds.
 _PAUSE = 1.0
-# A browser sends up to 2 KB of headers, beside cookies.
+# A browser sends up to 2 KB of headers, plus cookies.
 _LONGEST_REQUEST = 8192
-# After an answer, what else a reader has sent is read, as it may lose the answer otherwise.
+# After an answer, up to this number of further bytes is read: the reader may lose the answer if the
+# connection closes before that.
 _LONGEST_REST = 1 << 16
 
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """A connection: its request is read, its answer is sent, and the rest is read to its end."""
+    """A connection: reads a request, sends the answer, and drains the rest."""
 
     connection: socket.socket
     deadline: float
@@ -47,17 +48,17 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker, as its sender sees it.
+    """A worker's status, as its sender sees it.
 
     Args:
         worker_id: the worker.
         state: its state; see `WorkerState`.
-        state_seconds: how long it has been in it.
+        state_seconds: how long it has been in this state, in seconds.
         version: the newest version that it has acknowledged; 0 for none.
-        lag: how many versions the sender is ahead of it.
-        failures: how many sends it has failed in a row.
-        error: the last failure, if it has not acknowledged the newest version since.
-        last: the fields of its `WorkerResult` in the last send that was meant for it.
+        lag: how many versions it is behind the sender.
+        failures: the number of consecutive failed sends.
+        error: the last failure, unless it has acknowledged the newest version since.
+        last: the fields of its `WorkerResult` in the last send to it.
     """
 
     worker_id: int
@@ -72,19 +73,19 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class SenderView:
-    """A sender and its workers, as ``sync-core watch`` shows them.
+    """The status of a sender and its workers, as ``sync-core watch`` shows it.
 
     Args:
         scheme: the name of the scheme.
         model_id: the model's name.
         process: the id of the sender's process.
         version: the newest version sent; 0 before the first.
-        sends: how many sends have ended.
-        failed_sends: how many of them some worker failed.
-        nbytes: bytes delivered by them to all workers together.
-        last: the fields of the last `SendReport` but its workers, and ``ago_seconds``; None before
-            the first.
-        workers: each worker.
+        sends: the number of finished sends.
+        failed_sends: the number of sends in which a worker failed.
+        nbytes: bytes delivered to all workers in these sends.
+        last: the fields of the last `SendReport` except its workers, and ``ago_seconds``; None
+            before the first.
+        workers: the status of each worker.
     """
 
     scheme: str
@@ -99,18 +100,18 @@ class SenderView:
 
 
 class StatusServer:
-    """Serves the status of a sender to readers such as ``sync-core watch``, in a thread.
+    """Serves the status of a sender to readers such as ``sync-core watch``, on its own thread.
 
     It listens on the loopback interface, on a free port, and answers one ``GET`` request of each
-    connection. A connection that is slow or silent delays no other. Requests change nothing. The
-    server ends with its sender, or when it is closed.
+    connection. Slow or silent connections do not delay others. Requests change nothing. The server
+    ends when its sender or the server itself is closed.
 
     Args:
         sender: the sender; it is not kept alive.
 
     Raises:
         ClosedError: the sender is closed.
-        TypeError: it is not a sender.
+        TypeError: the object is not a sender.
 
     Example:
         >>> import torch
@@ -139,7 +140,7 @@ class StatusServer:
         with uninterrupted():
             self._listener = socket.create_server(("127.0.0.1", 0))
             close_when_forked(self._listener)
-            self._listener.setblocking(False)  # a connection may be gone before it is accepted
+            self._listener.setblocking(False)  # the connection may close before it is accepted
             self._ended, self._end = socket.socketpair()
             self._thread = threading.Thread(target=self._serve, name="sync-status", daemon=True)
             self._thread.start()
@@ -156,9 +157,9 @@ class StatusServer:
         return self._address
 
     def close(self) -> None:
-        """Close all connections; an answer that is being sent is sent to its end first.
+        """Close all connections, after the answer that is being sent.
 
-        In a process that was forked from the server's, this does nothing.
+        Does nothing in a process that was forked from the server's.
         """
         if os.getpid() != self._process:
             return
@@ -173,8 +174,8 @@ class StatusServer:
         self.close()
 
     def _stop(self) -> None:
-        # Closing is not enough: a process that was forked from this one has the socket, too.
-        with suppress(OSError):  # it is closed already
+        # Shut down first: a process forked from this one holds the socket too.
+        with suppress(OSError):  # already closed
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
         if self._thread is not threading.current_thread():
@@ -185,7 +186,7 @@ class StatusServer:
         self._failed_sends += any(result.error for result in report.workers.values())
         self._nbytes += report.nbytes
         sent = {i: result for i, result in report.workers.items() if not result.skipped}
-        # The thread sees the dict before or after, never one that changes.
+        # Replaced, not changed: the server's thread reads the dict.
         self._results = self._results | sent
         self._last = time.monotonic(), report
 
@@ -255,12 +256,12 @@ class StatusServer:
                         reader.connection.settimeout(max(0.0, reader.deadline - time.monotonic()))
                         reader.connection.sendall(reader.answer)
                 _drop(reader, selector)
-            # As with the other socket; macOS has no such call for listeners.
+            # As with the other socket; macOS has no shutdown for listeners.
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
 
     def _accept(self, readers: dict[socket.socket, _Reader], selector: DefaultSelector) -> bool:
-        """Accept a connection, if there is one; False where no descriptor is left for any."""
+        """Accept a connection, if there is one; return False if no descriptor is free."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
@@ -275,7 +276,7 @@ class StatusServer:
         return True
 
     def _continue(self, reader: _Reader) -> bool:
-        """Read or send what can be, without waiting; False when the connection is at its end."""
+        """Read or send without waiting; return False when the connection is finished."""
         try:
             if reader.answer:
                 reader.answer = reader.answer[reader.connection.send(reader.answer) :]
@@ -324,7 +325,7 @@ class StatusServer:
 
 def _drop(reader: _Reader, selector: DefaultSelector) -> None:
     selector.unregister(reader.connection)
-    # Closing is not enough: a process that was forked from this one has the socket, too.
+    # Shut down first: a process forked from this one holds the socket too.
     with suppress(OSError):
         reader.connection.shutdown(socket.SHUT_RDWR)
     reader.connection.close()

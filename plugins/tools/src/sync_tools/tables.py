@@ -1,7 +1,7 @@
-"""Plain text for the terminal: tables that fit its width, and colours where it shows them.
+"""Prints text in the terminal: tables that fit its width, and colours.
 
-Printed text may come from workers, from files and from the metadata of distributions: `paint`,
-`print_line` and `format_table` make it printable (`sync_core.printable`).
+Text may come from workers, files and package metadata, so `paint`, `print_line` and `format_table`
+escape unprintable characters (`sync_core.printable`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from sync_core.printable import printable
 __all__ = ["format_table", "paint", "print_line", "print_table", "terminal_width"]
 
 _GAP = 2
-# A column is not made narrower than this, in characters.
+# The smallest width of a column, in characters.
 _NARROWEST = 4
 _COLOURS = {"red": "31", "green": "32", "yellow": "33"}
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal in characters; None where the output goes elsewhere."""
+    """Return the width of the terminal in characters; None if the output is redirected."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def paint(text: str, colour: str | None) -> str:
-    """Return printable text, in a colour where standard output is a terminal that shows colours.
+    """Return printable text, coloured if standard output is a terminal that shows colours.
 
     Args:
         text: the text.
-        colour: ``"red"``, ``"green"`` or ``"yellow"``; None for the terminal's own.
+        colour: ``"red"``, ``"green"`` or ``"yellow"``; None for the default colour.
 
     Example:
         >>> paint("failed", "red")  # not in a terminal
@@ -46,7 +46,7 @@ def paint(text: str, colour: str | None) -> str:
 
 
 def print_line(text: str = "", colour: str | None = None) -> None:
-    """Print text and the end of the line; the arguments are those of `paint`."""
+    """Print a line of text; see `paint` for the arguments."""
     sys.stdout.write(f"{paint(text, colour)}\n")
 
 
@@ -59,16 +59,16 @@ def format_table(
     colours: Sequence[str | None] = (),
     width: int | None = None,
 ) -> str:
-    """Return a table as lines of text, the first of them with the names of its columns.
+    """Return a table as lines of text, beginning with the names of the columns.
 
     Args:
         columns: the names of the columns.
-        rows: a cell of each column; None is an empty cell.
-        right: columns whose cells are aligned to the right, such as numbers.
-        whole: columns whose cells are never broken into lines.
+        rows: the rows, with one cell per column; None is an empty cell.
+        right: right-aligned columns, such as numbers.
+        whole: columns whose cells are never wrapped.
         colours: the colour of each row, as `paint` takes it.
-        width: characters of a line; the cells of the widest columns are broken into lines until
-            the table fits. None leaves every row on one line.
+        width: the characters of a line; the cells of the widest columns are wrapped until the table
+            fits. None leaves every row on one line.
 
     Example:
         >>> print(format_table(("scheme", "ms"), [("shm", "0.76"), ("ray", "11.20")], right={"ms"}))
@@ -103,7 +103,7 @@ def print_table(
     whole: Collection[str] = (),
     colours: Sequence[str | None] = (),
 ) -> None:
-    """Print a table that fits the terminal; the arguments are those of `format_table`."""
+    """Print a table that fits the terminal; see `format_table` for the arguments."""
     table = format_table(
         columns, rows, right=right, whole=whole, colours=colours, width=terminal_width()
     )
@@ -111,5 +111,5 @@ def print_table(
 
 
 def _fold(cell: str, width: int) -> Iterator[str]:
-    """Yield the lines of a cell; a word that is too long is broken, and nothing is cut off."""
+    """Yield the lines of a cell; long words are broken, and no text is cut off."""
     yield from textwrap.wrap(cell, width, break_on_hyphens=False) or [""]

@@ -1,4 +1,4 @@
-"""The commands of ``sync-core``, each a module; a command is imported when it is used."""
+"""The commands of ``sync-core``, one module each; a command is imported when it is used."""
 
 from sync_tools.command import Command
 

@@ -1,4 +1,4 @@
-"""``sync-core bench``: how fast a scheme is on this machine, and how near to what it could be."""
+"""``sync-core bench``: measures the speed of a scheme, compared to the machine's copy speed."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
 
 
 def _run_collector(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Run the benchmark that sync-collector declares."""
+    """Run the collector's benchmark, which sync-collector declares."""
     entries = entry_points(group="sync.benchmarks", name="collector")
     if not entries:
         raise PluginNotFoundError(

@@ -1,4 +1,4 @@
-"""``sync-core check-history``: judges what the layer `History` has written of a run."""
+"""``sync-core check-history``: checks a run's history, which the layer `History` recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sync_core.errors import OptionError
 from sync_plugin_std.history import RULES, check_history, read_history
 from sync_tools.tables import print_line
 
-# So many violations are listed.
+# The most violations to list.
 _LISTED = 50
 
 

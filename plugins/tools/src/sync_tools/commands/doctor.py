@@ -1,7 +1,7 @@
-"""``sync-core doctor``: does each installed scheme really move weights on this machine?
+"""``sync-core doctor``: tries whether each installed scheme delivers weights on this machine.
 
-Problems around the schemes are found in `sync_tools.commands.findings`, and by those schemes that
-have a method ``findings``.
+`sync_tools.commands.findings` checks the environment of the schemes. Schemes with a method
+``findings`` report problems of their own.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from sync_tools.commands.listing import wraps_another
 from sync_tools.commands.scheme_options import format_scheme_options, parse_scheme_options
 from sync_tools.tables import print_line, print_table
 
-#: The model of `sync_tools.bench`, the number of workers and of sends of each trial.
+#: The model (of `sync_tools.bench`), the number of workers and the number of sends in each trial.
 MODEL = "small"
 WORKERS = 2
 VERSIONS = 5
-#: Seconds from the deadline, which stops a scheme that keeps to it, to the end by force.
+#: Seconds after the deadline until a scheme that ignores its deadline is killed.
 GRACE = 5.0
-# An interpreter that imports torch has so long, which says nothing about the scheme.
+# Seconds for an interpreter to import torch, which are not the scheme's.
 _START = 120.0
 _MAIN = "sync_tools.commands.trial:answer"
 _COLOURS = {"ok": "green", "failed": "red", "skipped": "yellow"}
@@ -67,10 +67,11 @@ class Diagnosis:
 
     Args:
         name: its name.
-        distribution: where it comes from.
-        version: the version of that.
-        verdict: ``"ok"``, ``"failed"``, or ``"skipped"`` if it needs what only the user can give.
-        milliseconds: of the median send; None if it is not ok.
+        distribution: the distribution that installs it.
+        version: the version of the distribution.
+        verdict: ``"ok"``, ``"failed"``, or ``"skipped"`` if it needs something that only the user
+            can provide.
+        milliseconds: the milliseconds of the median send; None if the verdict is not ok.
         problem: what is wrong, and what to type; None if it is ok.
     """
 
@@ -92,7 +93,7 @@ class Trial:
 
     @property
     def typed(self) -> str:
-        """Return the scheme and its options as they are typed."""
+        """The scheme and its options as typed on a command line."""
         return f"{self.scheme}{format_scheme_options(self.options)}"
 
 
@@ -121,17 +122,16 @@ def diagnose(
     *,
     scheme: str | None = None,
 ) -> tuple[Diagnosis, list[Finding]]:
-    """Try a scheme in its own process, of which nothing is left afterwards.
+    """Try a scheme in its own process, and kill everything that it started afterwards.
 
-    A plugin may hang where it heeds no deadline, crash, or change what a process has only once,
-    such as torch.distributed's default group; the next one must not feel any of that.
+    A plugin may hang despite its deadline, crash, or change global state such as
+    torch.distributed's default group. The next trial must not be affected.
 
     Args:
-        entry: the scheme's entry point, which is not loaded here.
+        entry: the scheme's entry point; it is not loaded in this process.
         timeout: deadline in seconds.
         options: the scheme's options.
-        scheme: the chain of names, such as ``"increments::dist"``, where the entry point's scheme
-            wraps another.
+        scheme: the chain of names, such as ``"increments::dist"``, if the scheme wraps another.
 
     Returns:
         The outcome, and the scheme's own findings.
@@ -144,7 +144,8 @@ def diagnose(
         try:
             outcome, findings = _await(ours, process, Trial(name, timeout, options))
         finally:
-            # The process group is the scheme's alone: whatever it has started and did not end.
+            # The scheme has its own process group, so this kills everything that it started and
+            # left.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.exited(GRACE)
@@ -159,7 +160,7 @@ def _await(
     try:
         connection.send(dict(trial.options))
         _receive(connection, _START)
-        # Loading it is part of this, and not of trying it.
+        # Loading the scheme counts to the start of the process, not to the trial.
         findings = _receive(connection, limit)
         return _receive(connection, limit), findings
     except TimeoutError:
@@ -204,7 +205,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
             diagnosis, found = diagnose(entry, arguments.timeout, options, scheme=scheme)
         diagnoses.append(diagnosis)
         findings += found
-    # Schemes of one distribution may find the same.
+    # Schemes of one distribution may have the same findings.
     findings = [*dict.fromkeys(findings), *_findings(whole=not arguments.schemes)]
     if arguments.json:
         told = {
@@ -225,7 +226,7 @@ def _findings(*, whole: bool) -> list[Finding]:
 
 
 def _entries(names: list[str]) -> dict[str, EntryPoint]:
-    """Return the schemes to try; of those that wrap others, only the chains that are named."""
+    """Return the schemes to try; wrapping schemes only if they are named in a chain."""
     if names:
         outer = {name: name.partition(SEPARATOR)[0] for name in names}
         return {n: registry.entry_point(registry.SCHEMES, outer[n]) for n in outer}
@@ -239,12 +240,12 @@ def _wraps(entry: EntryPoint) -> bool:
     try:
         return wraps_another(registry.load(registry.SCHEMES, entry))
     except PluginError:
-        return False  # trying it reports the error
+        return False  # the trial reports the error
 
 
 @contextmanager
 def _progress(text: str) -> Iterator[None]:
-    """Show a line in the terminal while something runs, also where the output goes elsewhere."""
+    """Show a line in the terminal while the block runs, even if the output is redirected."""
     shown = sys.stderr.isatty()
     if shown:
         sys.stderr.write(text)
@@ -259,7 +260,7 @@ def _progress(text: str) -> Iterator[None]:
 
 def print_diagnoses(diagnoses: list[Diagnosis]) -> None:
     """Print a row for each scheme."""
-    # One column for what pip knows: the sentence needs the room.
+    # Distribution and version share a column, to leave room for the sentence.
     print_table(
         ("scheme", "distribution", "verdict", "ms", "what is wrong"),
         [

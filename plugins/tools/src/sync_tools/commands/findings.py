@@ -1,4 +1,4 @@
-"""Checks of `sync-core doctor`: imports, the machine, plugins, and a scheme's own findings."""
+"""Checks for `sync-core doctor`: imports, the machine, plugins, and a scheme's own findings."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from sync_core.registry import (
     requirements_of,
 )
 
-# Like worker processes, this one finds whatever only the sys.path of its parent leads to.
+# Like a worker process, this one finds modules only through the sys.path of its parent.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[1:]; from sync_tools.main import main; "
     "sys.exit(main(['list', '--json']))"
 )
-# The output of a plugin's import comes before it.
+# Separates the result from the output of a plugin's import.
 _LIST = "\n["
 
 
 def check_imports(timeout: float = 120.0) -> Iterator[Finding]:
-    """Find layers and worker groups that do not load; trying a scheme reports its own.
+    """Find layers and worker groups that do not load; the trials report schemes that do not load.
 
     Args:
-        timeout: seconds for importing every plugin that is installed.
+        timeout: seconds to import all installed plugins.
     """
     try:
         listed = _list(timeout)
@@ -64,7 +64,7 @@ def check_imports(timeout: float = 120.0) -> Iterator[Finding]:
         return
     _, _, text = f"\n{listed}".rpartition(_LIST)
     for plugin in json.loads(f"[{text}"):
-        # Their metadata distinguishes two that claim one name.
+        # Metadata distinguishes two distributions that claim the same name.
         if plugin["error"] and plugin["kind"] != "schemes" and not plugin["conflicts"]:
             owner = plugin["distribution"]
             update = registry.how_to_update(owner)
@@ -88,7 +88,7 @@ def _list(timeout: float) -> str:
         try:
             listed, _ = process.communicate(timeout=timeout)
         finally:
-            # Processes that a plugin's import starts would keep the pipe open.
+            # Processes that a plugin starts when imported would keep the pipe open.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
@@ -98,15 +98,15 @@ def _list(timeout: float) -> str:
 
 _MIB = 1 << 20
 _SHARED = Path("/dev/shm")  # noqa: S108  # it is looked at, and not written to
-# What Docker gives to a container, and too little for the tensors of a batch.
+# Docker's default for a container, too small for the tensors of a batch.
 _DOCKER = 64 * _MIB
 _NEARLY_FULL = 0.05
-# A worker costs a sender one or two, and a Ray or an RPC worker tens.
+# A worker costs a sender one or two descriptors, and a Ray or RPC worker tens.
 _FEW_DESCRIPTORS, _ENOUGH_DESCRIPTORS = 1024, 4096
 
 
 def check_machine() -> Iterator[Finding]:
-    """All of it."""
+    """Return the findings about the machine."""
     with suppress(FileNotFoundError):  # only Linux has it
         usage = shutil.disk_usage(_SHARED)
         yield from shared_memory(usage.total, usage.free)
@@ -115,11 +115,11 @@ def check_machine() -> Iterator[Finding]:
 
 
 def shared_memory(total: int, free: int) -> Iterator[Finding]:
-    """Shared memory that is too small or nearly full.
+    """Return a finding if shared memory is too small or nearly full.
 
     Args:
-        total: bytes that it can hold.
-        free: bytes of that which are free.
+        total: its size in bytes.
+        free: the free bytes.
     """
     where = str(_SHARED)
     if total <= _DOCKER:
@@ -138,11 +138,11 @@ def shared_memory(total: int, free: int) -> Iterator[Finding]:
 
 
 def descriptors(soft: int, hard: int) -> Iterator[Finding]:
-    """A low limit on open files, sockets and pipes.
+    """Return a finding if the limit on open files, sockets and pipes is low.
 
     Args:
         soft: the limit in force.
-        hard: the limit up to which a user may raise that.
+        hard: the limit up to which a user may raise ``soft``.
     """
     if soft == resource.RLIM_INFINITY or soft >= _FEW_DESCRIPTORS:
         return
@@ -157,12 +157,13 @@ def descriptors(soft: int, hard: int) -> Iterator[Finding]:
 
 
 def threads(wanted: str, cores: int) -> Iterator[Finding]:
-    """A number of threads that does not fit the cores.
+    """Return a finding if the number of threads does not fit the cores.
 
-    Where it is not set, torch takes as many as there are cores, and worker groups share them out.
+    If ``OMP_NUM_THREADS`` is not set, torch uses one thread per core, and worker groups divide the
+    cores among their workers.
 
     Args:
-        wanted: what ``OMP_NUM_THREADS`` is set to; it may be a list, of which the first counts.
+        wanted: the value of ``OMP_NUM_THREADS``; the first one, if it is a list.
         cores: the cores that this process may use.
     """
     about = f"OMP_NUM_THREADS={wanted}"
@@ -195,14 +196,14 @@ _GROUPS = (registry.SCHEMES, registry.LAYERS, registry.WORKERS)
 
 
 def check_plugins() -> Iterator[Finding]:
-    """All of it."""
+    """Return the findings about the plugins."""
     yield from disabled()
     yield from conflicts()
     yield from unmet_requirements()
 
 
 def disabled() -> Iterator[Finding]:
-    """Find plugins that ``SYNC_DISABLE`` leaves out, and unknown names in it."""
+    """Return findings about plugins disabled by ``SYNC_DISABLE``, and about unknown names in it."""
     value = os.environ.get(registry.DISABLE, "")
     names = [name.strip() for name in value.split(",") if name.strip()]
     claimed = [(group, entry) for group in _GROUPS for entry in entry_points_of(group)]
@@ -225,7 +226,7 @@ def disabled() -> Iterator[Finding]:
 
 
 def conflicts() -> Iterator[Finding]:
-    """Names that several distributions claim."""
+    """Return findings about names that several distributions claim."""
     for group in _GROUPS:
         for name in sorted({entry.name for entry in registry.installed(group)}):
             try:
@@ -236,7 +237,7 @@ def conflicts() -> Iterator[Finding]:
 
 
 def unmet_requirements() -> Iterator[Finding]:
-    """DistributionInfos whose requirements are not installed in a version that fits.
+    """Return findings about distributions whose requirements are missing or have an unfit version.
 
     Requirements of extras are not checked.
     """
@@ -262,7 +263,7 @@ def _how_to_meet(asking: DistributionInfo, requirement: Requirement) -> str:
 
 def _distributions() -> dict[str, DistributionInfo]:
     found: dict[str, DistributionInfo] = {}
-    with suppress(PackageNotFoundError):  # its sources alone have no metadata
+    with suppress(PackageNotFoundError):  # not installed: only its sources are on the path
         found["sync-core"] = distribution("sync-core")
     for group in _GROUPS:
         for entry in registry.installed(group):
@@ -276,11 +277,12 @@ def check_scheme(
 ) -> list[Finding]:
     """Return the findings of a scheme that has a method ``findings``.
 
-    A scheme that does not load, or refuses the options, has none: trying it reports the error.
+    A scheme that does not load, or refuses the options, has no findings: its trial reports the
+    error.
 
     Args:
         name: the scheme's name.
-        timeout: seconds after which it is not waited for; it is left running.
+        timeout: seconds to wait for the scheme, which is left running after that.
         options: the scheme's options.
     """
     try:
@@ -305,7 +307,7 @@ def check_scheme(
 def _ask(plugin: Plugin, context: FindingsContext, found: Future[list[Finding]]) -> None:
     try:
         findings = list(plugin.object.findings(context))
-        # Nor its own class, which the process that asks could not read without the plugin.
+        # Nor its own class of error: the parent process could not unpickle it without the plugin.
         strangers = [each for each in findings if type(each) is not Finding]
         if strangers:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""``sync-core list``: what is installed, where it comes from, and whether it loads."""
+"""``sync-core list``: lists the installed plugins, their distributions, and load errors."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ _TITLES = {
     registry.LAYERS: "layers",
     registry.WORKERS: "worker groups",
 }
-# Groups of other distributions, whose objects are loaded and not read.
+# Entry point groups of other distributions, whose objects are only loaded.
 _OTHERS = {
     "sync.environments": "adapters of environments",
     registry.ENDPOINTS: "endpoints of addresses",
 }
 _DISABLED = f"disabled; to use it, take it out of {registry.DISABLE}"
 _GIVEN_TO_EVERY_GROUP = frozenset(inspect.signature(WorkerGroup).parameters)
-# A narrower terminal has no room for whole names beside the other columns.
+# In a narrower terminal, whole names do not fit beside the other columns.
 _WHOLE = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One plugin, as far as it could be loaded.
+    """One plugin and its metadata, as far as it could be loaded.
 
     Args:
         kind: ``"schemes"``, ``"layers"``, ``"worker groups"``, ``"adapters of environments"``
             or ``"endpoints of addresses"``.
         name: its name.
-        distribution: where it comes from.
-        version: the version of that.
-        requires: the core that it was made for, as its distribution says; None if it does not.
+        distribution: the distribution that installs it.
+        version: the version of the distribution.
+        requires: the version of the core that its distribution requires; None if it requires none.
         hooks: the hooks that it implements.
-        capabilities: what it declares that it can do; of a scheme that wraps another, what it keeps
-            of that scheme's, and what it adds.
+        capabilities: its declared capabilities. A wrapping scheme lists the capabilities that it
+            keeps and those that it adds.
         wraps: whether it is a scheme that wraps another.
-        options: what a worker group takes as ``worker_options``, and a layer or a scheme that wraps
-            another when it is made; None of other schemes, which read them when a sender is made.
-        disabled: whether ``SYNC_DISABLE`` leaves it out; it is not loaded then.
-        conflicts: other distributions that claim the name, and are not disabled.
-        needs: what has to be installed before it can be made; None if nothing has.
+        options: the ``worker_options`` of a worker group, or the arguments of a layer or wrapping
+            scheme; None for other schemes, which read their options when a sender is made.
+        disabled: whether ``SYNC_DISABLE`` disables it; it is then not loaded.
+        conflicts: other enabled distributions that claim the name.
+        needs: the packages to install before it can be used; None if nothing is missing.
         error: why it cannot be used, or None.
     """
 
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def listed() -> list[Listed]:
-    """Everything installed."""
+    """Return all installed plugins."""
     return [
         _listed(group, title, entry)
         for group, title in (_TITLES | _OTHERS).items()
@@ -149,7 +149,7 @@ def _options(group: str, loaded: Any) -> tuple[str, ...] | None:
     if group == registry.WORKERS:
         given = inspect.signature(loaded).parameters
         return tuple(name for name in given if name not in _GIVEN_TO_EVERY_GROUP)
-    # One that is a module, or was made without arguments, is used as it is.
+    # A module, or an object that needs no arguments, is used as it is.
     return tuple(inspect.signature(loaded).parameters) if inspect.isclass(loaded) else ()
 
 
@@ -171,7 +171,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
             _print_known(group)
     for plugin in plugins:
         if remark := _remark(plugin):
-            # Not in the table, which would break what has to be typed.
+            # Printed below the table, which would break the lines to type.
             print_line(f"{plugin.name}: {remark}", _colour(plugin))
     return 0
 
@@ -184,7 +184,7 @@ def _print_known(group: str) -> None:
 
 
 def _print(plugins: list[Listed]) -> None:
-    # Names are typed: they stay whole where there is room, and are broken before they are cut.
+    # Users type these names: they stay whole if possible, and are wrapped rather than cut.
     width = terminal_width()
     print_table(
         ("name", "distribution", "version", "hooks", "capabilities"),
@@ -207,7 +207,7 @@ def _capabilities(plugin: Listed) -> str:
     listed = ", ".join(plugin.capabilities)
     if not plugin.wraps:
         return listed
-    # One of several senders has to know which it is.
+    # Shown because the caller must choose among several senders.
     joined = "joined" in plugin.capabilities
     typed = f"as an object with {', '.join(plugin.options or ())}"
     return f"wraps another: {typed if joined else f'{plugin.name}::shm'}; keeps {listed}"

@@ -1,4 +1,4 @@
-"""``sync-core new-plugin``: a distribution that installs and conforms as it is written."""
+"""``sync-core new-plugin``: writes a distribution that passes the conformance tests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _WORKERS = _Kind(
     ("cloudpickle>=3",),
 )
 
-# Where each template goes, below the distribution's folder.
+# The paths of the files made from each template, relative to the distribution's folder.
 _FILES = {
     "common/pyproject.txt": "pyproject.toml",
     "common/LICENSE.txt": "LICENSE",
@@ -89,7 +89,7 @@ _FILES = {
     "{folder}/module.txt": "src/{package}/__init__.py",
     "{folder}/test.txt": "tests/test_{package}.py",
 }
-# Besides these, what a template repository has.
+# Further files of a template repository.
 _REPOSITORY = {
     "repository/badge.txt": ".github/workflows/badge.yml",
     "repository/publish.txt": ".github/workflows/publish.yml",
@@ -107,9 +107,9 @@ class PluginMetadata:
     """The metadata of a new distribution, as PyPI shows it.
 
     Args:
-        description: one sentence; None for what the generated code does.
+        description: one sentence; None to describe the generated code.
         author: None for "the authors of" the distribution.
-        url: of the repository, such as ``"https://example.org/me/sync-plugin-redis"``, or None.
+        url: the repository, such as ``"https://example.org/me/sync-plugin-redis"``, or None.
     """
 
     description: str | None = None
@@ -173,10 +173,10 @@ def write_plugin(
     Args:
         name: the plugin's name, such as ``"redis"``.
         kind: ``"scheme"``, ``"layer"`` or ``"workers"``.
-        directory: a folder that does not exist yet; None for one here, named as the distribution.
+        directory: a new folder; None for one in the current folder with the distribution's name.
         distribution: the distribution's name; None for ``"sync-plugin-"`` and the name.
-        metadata: what the distribution says of itself.
-        template: whether to write what a template repository has, too.
+        metadata: the metadata of the distribution.
+        template: whether to write the further files of a template repository too.
 
     Raises:
         PluginNewError: a name is invalid or taken, or the folder exists or cannot be written.
@@ -244,12 +244,12 @@ def _write(
 
 
 def _string(text: str) -> str:
-    """Return a string of TOML, which is one of JSON where nothing is a control character."""
+    """Return a TOML string; it is written as JSON, which is the same without control characters."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _words_of_urls(url: str | None, distribution: str, *, template: bool) -> dict[str, str]:
-    """Return what is written of the repository's address."""
+    """Return the texts that mention the repository's address."""
     if template and url is None:
         url = f"https://github.com/OWNER/{distribution}"
     if url is None:
@@ -288,11 +288,11 @@ def _class_name(name: str) -> str:
 
 
 def _names_taken(kind: _Kind) -> set[str]:
-    """Return the names that the generated code uses besides the plugin's class."""
+    """Return the names that the generated code uses, except the plugin's class."""
     taken = set(keyword.kwlist)
     for source in _FILES:
         if source.startswith("{folder}/"):
-            # So that it can be parsed: what is filled in later is a name like any other.
+            # Makes the template parse: placeholders become names.
             for node in ast.walk(ast.parse(_template(source, kind).replace("$", "_"))):
                 if isinstance(node, ast.Name):
                     taken.add(node.id)

@@ -1,8 +1,8 @@
-"""``sync-core plan``: which scheme for a model and a cluster, with its memory and its seconds.
+"""``sync-core plan``: compares schemes for a model and a cluster by memory and seconds.
 
-The cost model is `estimates`. A way of sending is a function of a `Job` in `WAYS`; another one is
-another function there. The pages "Choose a scheme" and "How the cost of a send grows" have tables
-of it, which a test compares.
+The cost model is `estimates`. Each way of sending is a function of a `Job` in `WAYS`. The pages
+"Choose a scheme" and "How the cost of a send grows" have tables of the results, which a test
+compares.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Costs:
     copying: int
 
 
-#: On two cores of an AMD EPYC.
+#: Measured on two cores of an AMD EPYC.
 MEASURED = Costs(
     start=0.0004,
     worker=0.0001,
@@ -59,13 +59,13 @@ MEASURED = Costs(
     compare=0.38,
     copying=2,
 )
-# While one version is read, the next is written.
+# While workers read one version, the sender writes the next.
 _VERSIONS = 2
-# A rank of a sharded trainer copies its part twice: to send it, and for workers that come late.
+# A rank of a sharded trainer copies its part twice: to send it, and to keep it for late workers.
 _SHARD_COPIES = 2
-# In how many chunks a relay passes a version on, as in docs/benchmarks/relays.py.
+# The number of chunks in which a relay passes a version on, as in docs/benchmarks/relays.py.
 _CHUNKS = 64
-# The ranks of the sharded trainer with which `plan` compares one process.
+# The ranks of the sharded trainer that `plan` compares with a single process.
 _NOTED_RANKS = 8
 
 
@@ -74,17 +74,17 @@ class Job:
     """A model, and the workers that it is sent to.
 
     Args:
-        nbytes: bytes of the model as it travels.
-        workers: how many workers, spread evenly over the nodes.
-        nodes: how many machines; the trainer is on the first of them.
-        gbit: what each machine's network carries, in Gbit/s.
-        cores: cores of each machine; 0 for as many as it has workers.
-        gpu: whether trainer and workers have their model on GPUs, each process on another.
-        ranks: over how many ranks the trainer's model is spread. Where that or ``worker_ranks``
-            is more than 1, each rank and each worker has a link of ``gbit``, and a core.
-        worker_ranks: over how many workers each copy of the model is spread.
-        relays: to how many machines each relay passes a version on: 1 for a chain; 0 for none.
-        changed: the part of the bytes that travels with ``"increments::dist"``.
+        nbytes: bytes of the model as it is sent.
+        workers: the number of workers, spread evenly over the nodes.
+        nodes: the number of machines; the trainer is on the first.
+        gbit: the bandwidth of each machine's network, in Gbit/s.
+        cores: cores of each machine; 0 for one per worker.
+        gpu: whether the models are on GPUs, one GPU per process.
+        ranks: the number of ranks that share the trainer's model. If this or ``worker_ranks`` is
+            more than 1, each rank and each worker has its own link of ``gbit`` and a core.
+        worker_ranks: the number of workers that share each copy of the model.
+        relays: the number of machines to which each relay forwards: 1 for a chain; 0 for no relays.
+        changed: the share of the bytes that ``"increments::dist"`` sends.
     """
 
     nbytes: float
@@ -100,48 +100,48 @@ class Job:
 
     @property
     def sharded(self) -> bool:
-        """Return whether the model is spread over ranks, of the trainer or of the workers."""
+        """Return whether the model is sharded, in the trainer or in the workers."""
         return self.ranks > 1 or self.worker_ranks > 1
 
     @property
     def start(self) -> float:
-        """The seconds that do not depend on bytes."""
+        """The fixed seconds of a send, without the bytes."""
         return MEASURED.start + MEASURED.worker * self.workers
 
     @property
     def stream(self) -> float:
-        """The seconds of a transfer of the model by gloo: by the link, or by this machine."""
+        """The seconds to send the model by gloo: limited by the link, or by this machine."""
         return max(self.transfer, self.gigabytes * MEASURED.gloo)
 
     @property
     def gigabytes(self) -> float:
-        """The bytes in GB."""
+        """The size of the model in GB."""
         return self.nbytes / 1e9
 
     @property
     def on_a_node(self) -> int:
-        """The workers of each machine."""
+        """The number of workers on each machine."""
         return math.ceil(self.workers / self.nodes)
 
     @property
     def elsewhere(self) -> int:
-        """The workers that are not on the trainer's machine."""
+        """The number of workers on other machines than the trainer's."""
         return self.workers - self.on_a_node
 
     @property
     def transfer(self) -> float:
-        """The seconds of one transfer of the model over a link."""
+        """The seconds to send the model over a link once."""
         return self.gigabytes * 8 / self.gbit
 
     @property
     def copies(self) -> float:
-        """The seconds of a copy in each worker of a machine, as many at once as it has cores."""
+        """The seconds of a copy in each worker of a machine; each core makes one copy at a time."""
         cores = self.cores or self.on_a_node
         return self.gigabytes * MEASURED.copy * max(1.0, self.on_a_node / cores)
 
     @property
     def packing(self) -> float:
-        """The seconds of packing the model into memory that others read."""
+        """The seconds to pack the model into shared memory."""
         return (
             self.gigabytes * MEASURED.copy / min(MEASURED.copying, self.cores or MEASURED.copying)
         )
@@ -149,17 +149,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The cost of one way of sending.
+    """The cost of one way to send.
 
     Args:
-        way: what to type.
-        seconds: from the call of `send` to the last worker's commit, at least.
-        most_seconds: the same, at most.
+        way: the scheme to type.
+        seconds: the least seconds from the call of `send` to the last worker's commit.
+        most_seconds: the most seconds.
         trainer_gb: memory on the trainer's machine, besides the models.
         node_gb: memory on each other machine, besides the models.
-        worker_gb: memory in each worker, besides its model; below 0 where it needs no model of
-            its own, as its parameters are views.
-        remark: what the figures do not say.
+        worker_gb: memory in each worker, besides its model; below 0 if the worker needs no model of
+            its own, because its parameters are views.
+        remark: a note about the figures.
     """
 
     way: str
@@ -191,7 +191,7 @@ def shm(job: Job) -> Iterator[Estimate]:
 
 
 def ray(job: Job) -> Iterator[Estimate]:
-    """Ray: one put, one transfer to each other machine, from any that has it, and the copies."""
+    """Ray: one put, a transfer to each other machine from any with the object, and copies."""
     if job.sharded:
         return
     start = MEASURED.ray_start + MEASURED.ray_worker * job.workers + job.gigabytes * MEASURED.put
@@ -213,7 +213,7 @@ def ray(job: Job) -> Iterator[Estimate]:
 
 
 def dist(job: Job) -> Iterator[Estimate]:
-    """The scheme ``dist``: shared memory on the trainer's machine, gloo or NCCL to the others."""
+    """``dist``: shared memory on the trainer's machine, gloo or NCCL to the others."""
     if job.sharded:
         return
     here = job.start + job.packing + job.copies
@@ -256,7 +256,7 @@ def dist(job: Job) -> Iterator[Estimate]:
 
 
 def relays(job: Job) -> Iterator[Estimate]:
-    """The scheme ``dist`` with a relay on each other machine, which pass chunks on meanwhile."""
+    """``dist`` with a relay on each other machine, which forwards chunks while it receives."""
     if not job.relays or job.nodes < 2 or job.sharded:
         return
     hosts = job.nodes - 1
@@ -277,7 +277,7 @@ def relays(job: Job) -> Iterator[Estimate]:
 
 
 def shards(job: Job) -> Iterator[Estimate]:
-    """A sharded model, over ``dist``: each rank sends its part, or gathers the whole first."""
+    """A sharded model over ``dist``: each rank sends its part, or gathers the whole model first."""
     if not job.sharded:
         return
     share, part = job.gigabytes / job.ranks, job.gigabytes / job.worker_ranks
@@ -311,12 +311,12 @@ def shards(job: Job) -> Iterator[Estimate]:
     )
 
 
-#: The ways that are compared.
+#: The ways to compare.
 WAYS: tuple[Callable[[Job], Iterator[Estimate]], ...] = (shm, ray, dist, relays, shards)
 
 
 def estimates(job: Job) -> list[Estimate]:
-    """Return what each way costs, the fastest first."""
+    """Return the estimate of each way, the fastest first."""
     found = [estimate for way in WAYS for estimate in way(job)]
     return sorted(found, key=lambda estimate: (estimate.most_seconds, estimate.way))
 
@@ -453,7 +453,7 @@ def _print(job: Job, found: list[Estimate]) -> None:
 
 
 def _faster_by_shards(job: Job, found: list[Estimate]) -> str:
-    """Return a note where the ranks of a sharded trainer would be faster than one; or ''."""
+    """Return a note if sending by the ranks of a sharded trainer would be faster; or ''."""
     if job.sharded or job.nodes == 1:
         return ""
     plain = max(each.most_seconds for each in found if each.way == 'Sender("dist", …)')
@@ -468,7 +468,7 @@ def _faster_by_shards(job: Job, found: list[Estimate]) -> str:
 
 
 def seconds_text(estimate: Estimate) -> str:
-    """Return the seconds with two digits, as a range where there is one."""
+    """Return the seconds with two digits, as a range if they differ."""
     least, most = (_rounded(s) for s in (estimate.seconds, estimate.most_seconds))
     return least if least == most else f"{least} to {most}"
 
@@ -481,6 +481,6 @@ def size_text(gigabytes: float) -> str:
 
 
 def _rounded(value: float) -> str:
-    """Two digits that count, without an exponent."""
+    """Return a number with two significant digits, without an exponent."""
     digits = 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{round(value, digits):,.{max(0, digits)}f}"

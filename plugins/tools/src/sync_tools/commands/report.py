@@ -1,4 +1,4 @@
-"""``sync-core report``: one HTML page of the sends that `Record` has written to a file."""
+"""``sync-core report``: makes an HTML page of the sends that `Record` has written to a file."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from sync_core.errors import OptionError
 from sync_core.printable import printable
 
 Reports = Sequence[Mapping[str, Any]]
-# So many failures are listed.
+# The most failures to list.
 _LISTED = 200
 
 
 @dataclass
 class WorkerHistory:
-    """One worker of one model, over all sends.
+    """The history of one worker of one model.
 
     Args:
         row: its row in the timeline.
         held: the newest version that it has acknowledged; 0 for none.
-        since: when the strip that shows its lag begins, in seconds.
-        lag: how many versions it has been behind since then.
+        since: the start of the strip that shows its current lag, in seconds.
+        lag: how many versions it has been behind since ``since``.
         longest_lag: the most versions that it was behind after a send.
-        updates: sends after which it had the new version.
-        skipped: sends that held it back.
-        failures: sends that it failed.
+        updates: the number of sends after which it had the new version.
+        skipped: the number of sends that skipped it.
+        failures: the number of sends that failed for it.
         nbytes: bytes delivered to it.
-        pauses: for each update, how long it held up the worker, in seconds.
+        pauses: how long each update paused the worker, in seconds.
     """
 
     row: int
@@ -54,7 +54,7 @@ class WorkerHistory:
 
 @dataclass
 class Timeline:
-    """The rows, bars of phases and strips of lag that are drawn; seconds from the beginning."""
+    """The rows, phase bars and lag strips of the drawing, in seconds from the first report."""
 
     rows: list[str] = field(default_factory=list)
     bars: list[tuple[int, str, float, float, int]] = field(default_factory=list)
@@ -69,13 +69,13 @@ class Timeline:
 
         Args:
             report: the fields of a `SendReport`.
-            began: when it began, in seconds.
-            ended: when it ended, in seconds.
+            began: its start, in seconds.
+            ended: its end, in seconds.
         """
         model, version = report["model_id"], report["version"]
         self.end = max(self.end, ended)
         if version == 1 < self._newest.get(model, 1):
-            # A trainer that was started again: its workers have none of its versions yet.
+            # The trainer was restarted: its workers have none of its versions yet.
             for (of, _), worker in self.workers.items():
                 worker.held = 0 if of == model else worker.held
         self._newest[model] = version
@@ -163,7 +163,7 @@ def page_of(path: Path) -> str:
     """Return the page of the reports in a file.
 
     Raises:
-        OptionError: see `read`; or a report has other values than those of a `SendReport`.
+        OptionError: see `read`; or a report has invalid values for a `SendReport`.
     """
     reports = read(path)
     try:
@@ -175,12 +175,12 @@ def page_of(path: Path) -> str:
 
 
 def read(path: Path) -> Reports:
-    """Return the reports in a file, by the time of their end.
+    """Return the reports in a file, sorted by the time of their end.
 
-    A last line without an end, which a process left that was killed, is not read.
+    An unfinished last line, which a killed process may leave, is ignored.
 
     Raises:
-        OptionError: there is no such file, it has no reports, or a line is not one.
+        OptionError: the file does not exist, has no reports, or has an invalid line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def read(path: Path) -> Reports:
         try:
             report = json.loads(line)
             if "event" in report:
-                continue  # of the layer History, which is a Record
+                continue  # of the layer History, a subclass of Record
             float(report["time"]), report["workers"], report["publish_seconds"]
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise OptionError(
@@ -204,16 +204,16 @@ def read(path: Path) -> Reports:
 
 
 def escape(text: str) -> str:
-    """Return a text as HTML that shows it, and nothing else."""
+    """Return HTML that shows a text literally."""
     return escape_html(printable(text))
 
 
 def timeline(reports: Reports) -> Timeline:
-    """Return what is drawn of these reports."""
+    """Return the drawing of these reports."""
     zero = min(report["time"] - report["seconds"] for report in reports)
     drawn = Timeline()
     for report in reports:
-        # Seconds since 1970 are exact to less than a microsecond only.
+        # Relative to the first: a float since 1970 would be exact to less than a microsecond only.
         began = max(0.0, report["time"] - report["seconds"] - zero)
         drawn.add(report, began, began + report["seconds"])
     drawn.finish()
@@ -221,7 +221,7 @@ def timeline(reports: Reports) -> Timeline:
 
 
 def page(reports: Reports, title: str) -> str:
-    """Return the page of these reports."""
+    """Return the HTML page of these reports."""
     drawn = timeline(reports)
     data = {"rows": drawn.rows, "bars": drawn.bars, "lags": drawn.lags, "end": drawn.end}
     parts = {
@@ -232,11 +232,11 @@ def page(reports: Reports, title: str) -> str:
         ),
         "WORKERS": _table(_WORKER_COLUMNS, _worker_rows(drawn)),
         "FAILURES": _failures(reports),
-        # A name may have "</script>" in it.
+        # A name may contain "</script>".
         "DATA": json.dumps(data).replace("<", "\\u003c"),
     }
     template = files("sync_tools.commands").joinpath("report.html").read_text(encoding="utf-8")
-    # In one pass, since what is put in may look like a mark.
+    # In one pass, since inserted text may look like a placeholder.
     return re.sub(r"@([A-Z]+)@", lambda mark: parts[mark[1]], template)
 
 

@@ -1,4 +1,4 @@
-"""Options of a scheme on a command line: ``--slots 4``, ``--host=10.0.0.1``."""
+"""Parses a scheme's options on a command line: ``--slots 4``, ``--host=10.0.0.1``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from sync_core.hooks import read_option
 
-# Of the sender's arguments, those that a command leaves to its user.
+# The arguments of `Sender` that users may set on the command line.
 _ALLOWED = {"options", "timeout"}
 
 
 def parse_scheme_options(rest: Sequence[str], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return the options of a scheme in what a command's own arguments leave over.
+    """Parse the arguments that a command does not know as options of a scheme.
 
     Args:
         rest: ``--name value`` pairs, or ``--name=value``.
-        parser: reports what is neither, and exits.
+        parser: reports other arguments, and exits.
     """
     parts = [part for given in rest for part in _split(given)]
     names, values = parts[::2], parts[1::2]
@@ -30,7 +30,7 @@ def parse_scheme_options(rest: Sequence[str], parser: argparse.ArgumentParser) -
         for name, value in zip(names, values, strict=True)
     }
     if options:
-        # Loads torch, for which a command without options need not wait.
+        # Imported here: it loads torch, which commands without options do not need.
         from sync_core import Sender
 
         for name in options.keys() & signature(Sender.__init__).parameters.keys() - _ALLOWED:
@@ -39,7 +39,7 @@ def parse_scheme_options(rest: Sequence[str], parser: argparse.ArgumentParser) -
 
 
 def format_scheme_options(options: Mapping[str, Any]) -> str:
-    """Return the options as they are typed, with a space before each; for messages.
+    """Return the options as typed on a command line, each after a space, for messages.
 
     Example:
         >>> format_scheme_options({"slots": 4, "host": "10.0.0.1"})
@@ -52,7 +52,7 @@ def format_scheme_options(options: Mapping[str, Any]) -> str:
 
 
 def _split(given: str) -> list[str]:
-    """Split a name and a value that are one argument."""
+    """Split a ``name=value`` argument into name and value."""
     return given.split("=", 1) if given.startswith("--") else [given]
 
 

@@ -1,4 +1,4 @@
-"""Tries one scheme: real workers, real sends, and a check on the workers of what arrived."""
+"""Tries one scheme: sends to real workers, and checks the weights that arrive."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from sync_tools.commands.doctor import MODEL, VERSIONS, WORKERS, Outcome
 from sync_tools.commands.findings import check_scheme
 from sync_tools.commands.scheme_options import format_scheme_options
 
-# Both fit between the deadline and the end by force, `doctor.GRACE` later.
+# Both fit into `doctor.GRACE`, between the deadline and the kill.
 _STOPPING = 2.0
 _EXPLAINING = 0.5
 _TRACEBACK = "Traceback (most recent call last):"
 
 
 def answer(fd: int, scheme: str, timeout: str) -> None:
-    """Try a scheme in this process, which was started for that, and send the outcome.
+    """Try a scheme in this process, which was started for the trial, and send the outcome.
 
-    First that the process is there, then what the scheme finds amiss, and then the outcome.
+    Sends a message when the process has started, then the scheme's findings, and then the outcome.
 
     Args:
-        fd: a connection to the process that asks, which sends the scheme's options. When that
-            hangs up, this process and all that it has started are ended.
+        fd: a connection to the parent process, which sends the scheme's options. When the parent
+            closes it, this process and everything that it started are killed.
         scheme: the scheme's name.
         timeout: deadline in seconds.
     """
-    # Its own process group, by which all that the scheme starts can be ended.
+    # Its own process group, so that everything that the scheme starts can be killed.
     os.setsid()
     os.set_inheritable(fd, False)
-    # The output of plugins is not part of this program's, which may be JSON.
+    # The output of plugins must not mix with this program's, which may be JSON.
     os.dup2(2, 1)
     connection = Connection(fd)
     options = connection.recv()
@@ -64,12 +64,12 @@ def _end_with(connection: Connection) -> None:
 def try_scheme(
     scheme: str, timeout: float, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Outcome:
-    """Send a few versions of a small model by a scheme, and check that they arrive.
+    """Send a few versions of a small model by a scheme, and check the weights that arrive.
 
     Args:
         scheme: the scheme's name.
-        timeout: deadline in seconds, for a scheme that keeps to deadlines.
-        options: the scheme's options. One that refuses those that are given has failed.
+        timeout: deadline in seconds; a scheme may ignore it.
+        options: the scheme's options. A scheme that refuses them has failed.
 
     Example:
         >>> try_scheme("none", 30.0).verdict
@@ -136,7 +136,7 @@ def _until(deadline: float) -> float:
 
 def _send(sender: Sender, group: WorkerGroup, timeout: float) -> float:
     calls: dict[int, Future[int | None]] = {}
-    # Workers that run at once wait for what is sent; others would wait for it for ever.
+    # Parallel workers wait for the version; an inline worker would wait forever.
     if "parallel" in group.capabilities:
         calls = _ask(group)
         time.sleep(SETTLE_SECONDS)
@@ -145,7 +145,7 @@ def _send(sender: Sender, group: WorkerGroup, timeout: float) -> float:
     try:
         seconds = pending.wait().seconds
     except SendError:
-        # A worker's error says more than that it did not confirm.
+        # A worker's own error is more helpful than the missing acknowledgement.
         for call in wait(calls.values(), _EXPLAINING, FIRST_EXCEPTION).done:
             call.result()
         raise
@@ -158,7 +158,7 @@ def _ask(group: WorkerGroup) -> dict[int, Future[int | None]]:
 
 
 def _sentence(error: Exception, typed: str) -> str:
-    """One line of what may be a traceback, and how to see all of it."""
+    """Return the first sentence of an error, and how to see the whole traceback."""
     if isinstance(error, SendError):
         return _sentence(next(r.error for r in error.report.failed.values() if r.error), typed)
     lines = str(error).splitlines() or [""]

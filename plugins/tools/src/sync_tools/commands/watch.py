@@ -1,4 +1,4 @@
-"""``sync-core watch``: the workers of a running sender, in the terminal."""
+"""``sync-core watch``: shows the workers of a running sender in the terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from urllib.parse import urlsplit
 from sync_core.errors import SyncError
 from sync_tools.tables import format_table, paint, terminal_width
 
-# A sender that does not answer in this time is stopped, or busy with other readers, in seconds.
+# The longest wait for an answer, in seconds: a slower sender is stopped, or busy with other
+# readers.
 _DEADLINE = 5.0
-# Sleeping for longer is an error of the system, in seconds.
+# The longest sleep in seconds; the system refuses a longer one.
 _LONGEST_INTERVAL = 1e9
 _COLOURS = {
     "current": "green",
@@ -28,9 +29,9 @@ _COLOURS = {
     "bad": "red",
     "lost": "red",
 }
-# 60 KB of each of some thousand workers, in bytes.
+# The longest answer in bytes: 60 KB from each of some thousand workers.
 _LONGEST = 1 << 28
-# The milliseconds of a worker's last update, by the title of their column.
+# The columns with the milliseconds of a worker's last update, by title.
 _PHASES = {
     "deliver": "deliver_seconds",
     "stage": "stage_seconds",
@@ -41,7 +42,7 @@ _PHASES = {
 
 
 class StatusError(SyncError):
-    """No status can be read at an address."""
+    """No status can be read from an address."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,15 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fetch(address: str) -> dict[str, Any]:
-    """Return what the sender at an address says of itself, with the fields of `SenderView`.
+    """Return the status of the sender at an address, with the fields of `SenderView`.
 
     Raises:
-        StatusError: it does not answer, or refuses the token.
+        StatusError: the sender does not answer, or refuses the token.
     """
     try:
         parts = urlsplit(address)
         host, port = parts.hostname, parts.port
-    except ValueError:  # a port that is not a number, or brackets around no IPv6 address
+    except ValueError:  # a port that is not a number, or brackets without an IPv6 address
         host = port = None
     if not host or not port or parts.scheme != "http":
         raise StatusError(
@@ -113,7 +114,7 @@ def _run(arguments: argparse.Namespace, rest: list[str], parser: argparse.Argume
 
 
 def _watch(address: str, status: Mapping[str, Any], interval: float) -> None:
-    # A terminal shows one table, and a file has them one after the other.
+    # A terminal shows one table; a file gets one after the other.
     top = "\x1b[H\x1b[J" if sys.stdout.isatty() else ""
     try:
         while True:
@@ -166,7 +167,7 @@ def _headline(status: Mapping[str, Any]) -> str:
 
 
 def _cells(worker: Mapping[str, Any]) -> list[str]:
-    # Of an update that failed, nothing is known but how long that took.
+    # For a failed update, only its duration is known.
     last = None if worker["last"] is None or worker["last"]["error"] else worker["last"]
     return [
         str(worker["worker_id"]),
