@@ -1,8 +1,8 @@
-"""Processes in network namespaces, each behind a link of limited bandwidth.
+"""Runs processes in network namespaces, each behind a link of limited bandwidth.
 
-Each process is a host with an address; all are connected by a bridge in one more namespace. `tc`
-limits what a host sends and what it receives. Namespaces and links end with the processes, so
-nothing is left behind. Needs root, `ip` and `tc` (Debian: iproute2).
+Each process is a host with an address. A bridge in another namespace connects all hosts. `tc`
+limits how fast a host sends and receives. Namespaces and links end with the processes. Needs root,
+`ip` and `tc` (Debian: iproute2).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Of unshare(2); `os.unshare` came with Python 3.12.
+# A constant of unshare(2); `os.unshare` came with Python 3.12.
 _CLONE_NEWNET = 0x40000000
-# Room for what a sender writes at once, so that TCP reaches the rate.
+# Allows the bursts of a sender, so that TCP reaches the rate.
 _BUFFER = ("burst", "256kb", "latency", "200ms")
 _PRELOADED = ["torch", "sync_core", "sync_core.receiving.receiver", "sync_plugin_dist"]
 _CONTEXT = get_context("forkserver")
 
-#: What runs on a host: it is given the host's address, and a pipe to the program.
+#: A function that runs on a host, with the host's address and a pipe to the program.
 Role = Callable[[str, Connection], None]
 
 
 def missing() -> str | None:
-    """Return why there can be no limited links here; None where there can be."""
+    """Return why limited links are not possible here; None if they are."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     lacking = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -39,20 +39,20 @@ def missing() -> str | None:
 
 
 def address_of(index: int) -> str:
-    """The address of a host."""
+    """Return the address of a host."""
     return f"10.77.0.{index + 1}"
 
 
 @contextmanager
 def hosts(roles: Sequence[Role], mbit: float) -> Iterator[list[Connection]]:
-    """Run each role on another host.
+    """Run each role on a separate host.
 
     Args:
-        roles: functions of a module, each with what it needs.
-        mbit: what each host can send, and can receive at the same time, in Mbit/s.
+        roles: functions of a module, with their arguments.
+        mbit: the bandwidth of each host in each direction, in Mbit/s.
 
     Yields:
-        The pipes to the hosts. At the end, hosts are killed.
+        The pipes to the hosts. The hosts are killed at the end.
     """
     _CONTEXT.set_forkserver_preload(_PRELOADED)
     processes: list[Any] = []

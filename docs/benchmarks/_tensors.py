@@ -1,4 +1,4 @@
-"""Check that a model's tensors are unchanged, for code that copies bytes over them."""
+"""Checks that a model's tensors are unchanged, for code that copies bytes over them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tensors:
             raise RuntimeError("a tensor has changed")
 
     def count_write(self) -> None:
-        """Notify autograd that the tensors were written to."""
+        """Notify autograd of a write to the tensors."""
         increment_version(self._tensors)
 
     def _current(self) -> list[object]:

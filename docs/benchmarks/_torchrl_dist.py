@@ -1,8 +1,8 @@
-"""TorchRL's weight updates over process groups and RPC, both sides, without its collectors.
+"""Runs both sides of TorchRL's weight updates over process groups and RPC, without its collectors.
 
-Written against torchrl 0.14.1. Its schemes take any object for a collector that has the attributes
-they look up, and use the default process group, in which the trainer has rank 0. Either scheme
-receives into the model's own memory, and then copies the model onto itself.
+Written against torchrl 0.14.1. Its schemes accept any object with the attributes of a collector
+that they use. They use the default process group, in which the trainer has rank 0. Both schemes
+receive into the model's memory, and then copy the model onto itself.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _MODEL_ID = "policy"
 
 @dataclass(eq=False)
 class Collector:
-    """The object that a scheme takes for the collector in a worker.
+    """Stands for the collector in a worker.
 
     Args:
-        policy: the model to update; a scheme looks for it under this name.
-        rank: the worker's, in the default process group.
-        scheme: a copy of the sender's, or one like it.
+        policy: the model to update; a scheme finds it by this name.
+        rank: the worker's rank in the default process group.
+        scheme: a copy of the sender's scheme, or an equal one.
     """
 
     policy: nn.Module
@@ -47,7 +47,7 @@ class Collector:
 
 @dataclass(eq=False)
 class _Collectors:
-    """The object that the RPC scheme takes for the collector in the trainer."""
+    """Stands for the collector in the trainer, for the RPC scheme."""
 
     collector_infos: list[Any]
     collector_rrefs: list[Any]
@@ -58,9 +58,9 @@ class DistSending:
     """The trainer's side of DistributedWeightSyncScheme.
 
     Args:
-        model: the trainer's.
-        workers: how many.
-        sync: the scheme's own option: one tensor after the other, or all in flight at once.
+        model: the trainer's model.
+        workers: the number of workers.
+        sync: the scheme's option: send one tensor after the other, or all at once.
         timeout: deadline in seconds.
     """
 
@@ -74,7 +74,7 @@ class DistSending:
         self.scheme.connect()
 
     def send(self) -> None:
-        """Return when every worker has acknowledged, which it does after it has applied."""
+        """Send; returns when every worker has applied and acknowledged the weights."""
         self.scheme.send(self._weights)
 
     def close(self) -> None:
@@ -84,11 +84,11 @@ class DistSending:
 
 
 def rpc_sending(model: nn.Module, infos: list[Any], rrefs: list[Any]) -> Callable[[], None]:
-    """The trainer's side of RPCWeightSyncScheme: a function that sends.
+    """Return the trainer's side of RPCWeightSyncScheme: a function that sends.
 
     Args:
-        model: the trainer's.
-        infos: the workers, as RPC knows them, in the order of their ranks.
+        model: the trainer's model.
+        infos: the RPC infos of the workers, in the order of their ranks.
         rrefs: the `Collector` of each.
     """
     collectors = _Collectors(infos, rrefs)
@@ -98,7 +98,7 @@ def rpc_sending(model: nn.Module, infos: list[Any], rrefs: list[Any]) -> Callabl
     weights = TensorDict.from_module(model).data
 
     def send() -> None:
-        # The scheme itself keeps only a weak reference to these.
+        # The scheme keeps only a weak reference to these.
         assert scheme.context is collectors
         scheme.send(weights)
 

@@ -1,9 +1,9 @@
-"""Our schemes and TorchRL's, in turn, in one run, with the same models and the same workers.
+"""Compares our schemes with TorchRL's, alternately in one run, with the same models and workers.
 
     python docs/benchmarks/against_torchrl.py
 
-Prints a Markdown table of medians in milliseconds. Each figure is the median over the rounds of all
-turns; a ratio is TorchRL's median over ours.
+Prints a Markdown table of medians in milliseconds. Each figure is the median over all rounds; a
+ratio is TorchRL's median divided by ours.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Updates of workers that step an environment, beside those of TorchRL and pipes.
+"""Measures updates of workers that step an environment, compared to TorchRL's and to pipes.
 
     python docs/benchmarks/busy_send.py | python docs/benchmarks/page.py --record busy
 
 Each worker acts once with its policy and then steps an environment in Python, 0.2 ms of processor
 time together, and looks for a new version after that; it never waits. ``floor`` looks for a byte
-and answers with one, which is the least that a worker can do that looks between its steps.
-``by hand`` gets a pickled state_dict by a `multiprocessing` pipe and loads it. TorchRL's workers do
-not look: its thread in each of them writes the weights, or hears that they were written.
+and answers with one, the least work for a worker that looks between its steps. ``by hand``: the
+worker receives a pickled state_dict from a `multiprocessing` pipe and loads it. TorchRL's workers
+do not look: a thread in each of them writes the weights, or is notified that they were written.
 
-Only the workers of the way that is measured run; the others are asleep. Prints medians and 95th
-percentiles in milliseconds from the call of `send` until the last worker has answered, the
-trainer's processor time of an update, and that of one worker: what it used beside its steps, its
-looks included.
+Only the workers of the measured way run; the others sleep. Prints medians and 95th percentiles in
+milliseconds from the call of `send` until the last worker has answered, the trainer's processor
+time of an update, and one worker's: the time outside of its steps, including its looks.
 """
 
 from __future__ import annotations
@@ -43,14 +42,15 @@ Look = Callable[[], object]
 
 @dataclass(kw_only=True)
 class Way:
-    """One way to send, and what was measured of it.
+    """One way to send, and its results.
 
     Args:
-        model: the trainer's.
-        send: sends it, and returns when all workers have it.
-        arguments: what each worker gets to connect.
-        connect: called when all workers have begun to connect; then each is ready once more.
-        checks: whether the workers' models have what was sent.
+        model: the trainer's model.
+        send: sends the model, and returns when all workers have it.
+        arguments: the arguments with which each worker connects.
+        connect: called when all workers have begun to connect; then each reports again that it is
+            ready.
+        checks: whether to check that the workers' models have the sent weights.
     """
 
     model: Any
@@ -64,7 +64,7 @@ class Way:
     worker: list[float] = field(default_factory=list)
 
     def measure(self, name: str, pipes: list[Any], rounds: int, warm_up: int) -> None:
-        """Let the workers step, and send while they do."""
+        """Let the workers step, and send meanwhile."""
         _ask(pipes, name)
         for number in range(-warm_up, rounds):
             if number == 0:
@@ -94,7 +94,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of each turn")
     parser.add_argument("--turns", type=int, default=4)
     arguments = parser.parse_args()
-    # TorchRL's copy is faster so: on cores that workers use, torch's threads wait for each other.
+    # This makes TorchRL's copy faster: on cores that workers use, torch's threads wait for each
+    # other.
     torch.set_num_threads(1)
     print("| model | workers | way | ms | 95 % | trainer | worker | of TorchRL |")
     print("|---|--:|---|--:|--:|--:|--:|--:|")
@@ -106,7 +107,7 @@ def main() -> None:
                     for name in arguments.ways
                 }
                 pipes = stack.enter_context(_started(model, workers, ways))
-                # In turns, since other programs use the machine as well.
+                # Alternately, since other programs also use the machine.
                 for _ in range(arguments.turns):
                     for name, way in ways.items():
                         way.measure(name, pipes, arguments.rounds, warm_up=5)
@@ -198,14 +199,14 @@ class Environment:
     """A cart with a pole, and a policy of two layers.
 
     Args:
-        model: the policy, where it can act.
+        model: the policy, if it can act.
     """
 
     def __init__(self, model: Any) -> None:
         acts = isinstance(model, torch.nn.Sequential)
         self._policy = model if acts else make_model("small")
         self._state = [0.0, 0.0, 0.05, 0.0]
-        #: The processor time of all work, in seconds.
+        #: The processor time of all steps, in seconds.
         self.used = 0.0
 
     def work(self) -> None:
@@ -330,7 +331,7 @@ def _bytes(model: Any, pipe: Any, ready: Callable[[], None]) -> Look:
     return look
 
 
-# The trainer's side of each way, and what connects a worker and returns how that looks.
+# The trainer's side of each way, and the function that connects a worker and returns its look.
 _WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Look]]] = {
     "floor": (_floor, _bytes),
     "by hand": (_by_hand, _state_dicts),

@@ -1,4 +1,4 @@
-"""Our collector and TorchRL's, in turn, in one run, with the same environments and policy.
+"""Compares our collector with TorchRL's, alternately in one run, with the same environments.
 
     python docs/benchmarks/collector_against_torchrl.py
 

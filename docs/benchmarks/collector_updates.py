@@ -1,10 +1,10 @@
-"""Updates of the workers of a collector, with copies, with views and by TorchRL, and their memory.
+"""Measures updates of a collector's workers with copies, with views and by TorchRL, and memory.
 
     python docs/benchmarks/collector_updates.py | python docs/benchmarks/page.py --record updates
 
 Workers make a small batch with their policy, then the trainer changes every weight and calls
-`update_policy_weights_()`. Prints medians in milliseconds, and megabytes of one worker: what it has
-alone, and with its part of what it shares.
+`update_policy_weights_()`. Prints medians in milliseconds, and megabytes of one worker: its private
+memory, and with its share of shared memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _THEIRS = "TorchRL (shared)"
 
 
 class Policy(nn.Module):
-    """A policy that has the weights of a benchmark's model.
+    """A policy with the weights of a benchmark's model.
 
     Args:
         model: the model's name.
@@ -49,13 +49,13 @@ class Policy(nn.Module):
         self.weights = make_model(model)
 
     def forward(self, observation: Tensor) -> Tensor:
-        """Return an action that tells the newest version: all elements, of all tensors."""
+        """Return an action that shows the newest version, from all elements of all tensors."""
         values = [parameter.sum(dtype=torch.float64) for parameter in self.weights.parameters()]
         return observation[..., :1] * 0 + (sum(values) / 1e12).to(torch.float32).remainder(1.0)
 
 
 def make_env(folder: str) -> Any:
-    """Make an environment, and leave the number of the worker's process in a folder."""
+    """Make an environment, and write the worker's process id to a folder."""
     Path(folder, str(os.getpid())).touch()
     return gymnasium.make(_ENV)
 
@@ -98,7 +98,7 @@ def _compare(model: str, workers: int, rounds: int, turns: int) -> None:
                     if number >= (_WARM_UP if turn == 0 else 1):
                         seconds[name].append(time.perf_counter() - began)
         for name, (_, _, batches, folder) in ways.items():
-            next(batches)  # a worker has all of its pages once it has acted
+            next(batches)  # a worker has touched all of its pages once it has acted
             memory[name] = [_memory(int(each.name)) for each in Path(folder).iterdir()]
     for name in _WAYS:
         own, shared = (mean(column) for column in zip(*memory[name], strict=True))
@@ -160,7 +160,7 @@ _WAYS: dict[str, Callable[..., Any]] = {
 
 
 def _memory(process: int) -> tuple[float, float]:
-    """Return the megabytes that a process has alone, and those with its part of what is shared."""
+    """Return a process's private megabytes, and those with its share of shared memory."""
     found = {}
     for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]:
         name, size, *_ = line.split()

@@ -1,11 +1,11 @@
-"""One PPO, fed by five ways of collecting in turn: frames per second, learning included.
+"""Compares five ways to collect for one PPO: frames per second, learning included.
 
     python docs/benchmarks/collectors.py
 
-The same policy, environments, frames and training steps, on two processes or as many as a way
-needs. Prints a Markdown table: frames per second of collecting alone, and of collecting, learning
-and updating the workers. SubprocVecEnv needs stable-baselines3, and is left out without it; the
-same holds for TorchRL. ``burn`` is an environment whose step takes 300 µs of a core.
+The ways alternate, with the same policy, environments, frames and training steps, on two processes
+or as many as a way needs. Prints a Markdown table: frames per second of collecting alone, and of
+collecting, learning and updating the workers. SubprocVecEnv is left out if stable-baselines3 is not
+installed, and so is TorchRL. ``burn`` is an environment whose step takes 300 µs of a core.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ EPOCHS, MINIBATCH = 4, 256
 BURN = 300e-6
 _WARM_UP = 2
 
-#: Yields batches of the shape [environments, steps]; what is sent to it is called for an update.
+#: Yields batches of the shape [environments, steps]; a function sent to it is called for an update.
 Source = Iterator[tuple[TensorDictBase, Callable[[], object]]]
 
 
 class Burn(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """CartPole, whose step takes a core for longer."""
+    """CartPole with a step that uses a core for longer."""
 
     def step(self, action: Any) -> Any:
-        """Act, after some time."""
+        """Step after some work."""
         end = time.perf_counter() + BURN
         while time.perf_counter() < end:
             pass
@@ -55,7 +55,7 @@ def make_env(name: str) -> Any:
 
 
 class ActorCritic(nn.Module):
-    """Two networks of two layers of 64."""
+    """A policy and a value network of two layers of width 64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class ActorCritic(nn.Module):
 
 
 def learn(batch: TensorDictBase, model: ActorCritic, optimizer: torch.optim.Optimizer) -> None:
-    """Take the steps of PPO."""
+    """Take the training steps of PPO."""
     with torch.no_grad():
         now = model.value(batch["observation"]).squeeze(-1)
         end = model.value(batch["last"]).squeeze(-1)
@@ -109,7 +109,7 @@ def learn(batch: TensorDictBase, model: ActorCritic, optimizer: torch.optim.Opti
 
 
 def ours(name: str, model: ActorCritic, *, workers: int) -> Source:
-    """Collect by `sync_collector.Collector`; one worker is in this process."""
+    """Collect by `sync_collector.Collector`; one of the workers runs in this process."""
     with Collector(
         partial(make_env, name),
         model,
@@ -226,7 +226,7 @@ def measure(way: str, name: str, seconds: float) -> tuple[float, float]:
     Args:
         way: one of `WAYS`.
         name: ``"cartpole"`` or ``"burn"``.
-        seconds: how long to measure each.
+        seconds: the seconds of each measurement.
     """
     torch.manual_seed(0)
     model, optimizer, speeds = ActorCritic(), None, []

@@ -1,25 +1,26 @@
-"""Ways to bring a trainer's weights into two workers: this project's schemes, and what scripts do.
+"""Compares ways to update two workers: this project's schemes, and common scripts.
 
     python docs/benchmarks/compare.py | python docs/benchmarks/page.py --record compare
     python docs/benchmarks/compare.py --death | python docs/benchmarks/page.py --record death
 
 A trainer changes every element of a model, and two processes on the same machine load it. ``gloo``:
-a broadcast for each tensor, into the workers' models. ``torch.save``, ``safetensors``, ``DCP``
-(torch.distributed.checkpoint): the trainer writes files, says over a pipe that they are there, and
-the workers load them into their models. ``ray.put``: a state_dict in Ray's object store, which two
+one broadcast per tensor, into the workers' models. ``torch.save``, ``safetensors``, ``DCP``
+(torch.distributed.checkpoint): the trainer writes files and notifies the workers over a pipe, and
+they load the files into their models. ``ray.put``: a state_dict in Ray's object store, which two
 actors load. The others are schemes: ``ray`` calls such actors, and ``store`` and ``file`` write to
 the same disk. Each worker compares every element after the clock has stopped.
 
-The ways take turns; each begins with new processes, whose first update is left out. Prints medians
-of the seconds from the start of the transfer until both workers have the weights in their models,
-the megabytes that each worker read, and the peaks of memory beyond the model, in megabytes: with
-the code that a way loads, and with shared memory in each process that maps it.
+The ways alternate; each turn begins with new processes, whose first update is not counted. Prints
+medians of the seconds from the start of the transfer until both workers have the weights in their
+models, the megabytes that each worker read, and the peaks of memory beyond the model, in megabytes.
+Memory includes the code that a way loads, and shared memory in each process that maps it.
 
-With ``--death``, a worker is killed in the middle of a transfer of 270 MB, by SIGKILL, after half
-of what the one before took. The table says what the trainer's call did within 30 s, whether the
-other worker had the new weights by then, and whether another update reached it afterwards.
+With ``--death``, a worker is killed by SIGKILL in the middle of a transfer of 270 MB, after half of
+the time that the transfer before took. The table shows what the trainer's call did within 30 s,
+whether the other worker had the new weights by then, and whether another update reached it
+afterwards.
 
-vLLM's own engines for weight transfer need CUDA in the versions tried, so none is measured here.
+vLLM's own engines for weight transfer are not measured, since the versions tried need CUDA.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ _FORK = multiprocessing.get_context("fork")
 
 
 class Model(nn.Module):
-    """Tensors of one of the sizes; those of 270 MB are as SmolLM2-135M has them, in bfloat16.
+    """A model of one of the sizes; the tensors of 270 MB are those of SmolLM2-135M, in bfloat16.
 
     Args:
-        size: its name.
+        size: the name of the size.
     """
 
     def __init__(self, size: str) -> None:
@@ -72,49 +73,49 @@ class Model(nn.Module):
         self.tensors = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
 
     def mark(self, version: int) -> None:
-        """Give every element a value of this version."""
+        """Set every element to a value for this version."""
         with torch.no_grad():
             for tensor in self.tensors:
                 tensor.fill_(version)
 
     def has(self, version: int) -> float:
-        """Return the share of the tensors of which every element is of this version."""
+        """Return the share of the tensors whose elements all have the value for this version."""
         whole = [bool((tensor == version).all()) for tensor in self.tensors]
         return sum(whole) / len(whole)
 
 
 class Way:
-    """One way; the trainer's and each worker's process have an object of it.
+    """One way to update workers; the trainer and each worker have an object of it.
 
     Args:
-        name: its name.
+        name: the name of the way.
         folder: an empty directory on a disk.
     """
 
-    #: Whether workers load on a signal that the weights are there.
+    #: Whether workers load after a signal.
     told = True
-    #: The deadline of what has one.
+    #: The deadline of a send, for ways that have one.
     seconds = 120.0
-    #: The outcome of a call of `send`.
+    #: The result of a call of `send`.
     did = "returns"
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
 
     def start(self, model: Model) -> list[Any]:
-        """Begin in the trainer, and return something that pickles for each worker."""
+        """Start in the trainer, and return a picklable argument for each worker."""
         del model
         return [1, 2]
 
     def join(self, model: Model, given: Any) -> None:
-        """Begin in a worker."""
+        """Start in a worker."""
 
     def send(self, model: Model) -> int:
-        """Send the model; the bytes that each worker reads."""
+        """Send the model; return the bytes that each worker reads."""
         raise NotImplementedError
 
     def load(self, model: Model) -> None:
-        """Bring what was sent into a worker's model."""
+        """Load the sent weights into a worker's model."""
         raise NotImplementedError
 
     def _send_by(self, sender: Sender) -> int:
@@ -124,7 +125,7 @@ class Way:
 
 
 class Broadcast(Way):
-    """A broadcast of gloo for each tensor."""
+    """Broadcasts each tensor by gloo."""
 
     told = False
 
@@ -176,7 +177,7 @@ class Files(Way):
 
 
 class Scheme(Way):
-    """A scheme, of which a receiver waits for versions."""
+    """A scheme whose receivers wait for versions."""
 
     told = False
 
@@ -203,12 +204,12 @@ class Scheme(Way):
 
 
 class Actors(Way):
-    """Two actors of Ray, in place of the workers' processes."""
+    """Two Ray actors instead of worker processes."""
 
     def start(self, model: Model) -> list[Any]:
         import ray
 
-        # Its files are elsewhere: the path of a socket must be short.
+        # Ray's files are in another folder, since the path of a socket must be short.
         ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         self.actors = [ray.remote(Actor).remote(self.folder.name) for _ in range(2)]
         ray.get([actor.base.remote() for actor in self.actors])
@@ -222,17 +223,17 @@ class Actors(Way):
 
         if self.name == "ray":
             return self._send_by(self.sender)
-        # The actors get the object in place of the reference.
+        # The actors get the object itself, because the reference is a direct argument.
         put = ray.put(model.state_dict())
         ray.get([actor.load.remote(put) for actor in self.actors], timeout=self.seconds)
         return sum(tensor.nbytes for tensor in model.tensors)
 
 
 class Actor:
-    """Holds a model in an actor of Ray.
+    """Holds a model in a Ray actor.
 
     Args:
-        size: of the model.
+        size: the size of the model.
     """
 
     def __init__(self, size: str) -> None:
@@ -241,7 +242,7 @@ class Actor:
         reset_peak()
 
     def base(self) -> int:
-        """Return the id of the process."""
+        """Return the process id."""
         return os.getpid()
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
@@ -249,11 +250,11 @@ class Actor:
         self.model.load_state_dict(state)
 
     def has(self, version: int) -> float:
-        """Return the share of the tensors that are of this version."""
+        """Return the share of the tensors that have this version."""
         return self.model.has(version)
 
     def peak(self) -> int:
-        """Return the memory that was needed beyond the model."""
+        """Return the peak of memory beyond the model."""
         return memory("VmHWM") - self._base
 
 
@@ -272,7 +273,7 @@ _WAYS: dict[str, type[Way]] = {
 
 
 def memory(field: str) -> int:
-    """Return a figure of this process, in bytes."""
+    """Return a memory figure of this process, in bytes."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(field):
             return 1024 * int(line.split()[1])
@@ -280,12 +281,12 @@ def memory(field: str) -> int:
 
 
 def reset_peak() -> None:
-    """Let `VmHWM` begin again."""
+    """Reset the peak `VmHWM`."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def work(way: Way, size: str, pipe: Connection) -> None:
-    """Load the model whenever the trainer says so."""
+    """Load the model whenever the trainer requests it."""
     torch.set_num_threads(1)
     model = Model(size)
     model.mark(0)
@@ -311,7 +312,7 @@ class Trainer:
 
     Args:
         way: the way.
-        size: of the model.
+        size: the size of the model.
     """
 
     def __init__(self, way: Way, size: str) -> None:
@@ -340,7 +341,7 @@ class Trainer:
         reset_peak()
 
     def update(self) -> tuple[float, int]:
-        """Change the model and send it; the seconds until all have it, and the bytes."""
+        """Change and send the model; return the seconds until all workers have it, and bytes."""
         self.version += 1
         self.model.mark(self.version)
         begin = time.perf_counter()
@@ -357,7 +358,7 @@ class Trainer:
         return time.perf_counter() - begin, nbytes
 
     def ask(self, word: str, workers: Sequence[int] = (0, 1)) -> list[Any]:
-        """Return the answers of workers that are alive."""
+        """Return the answers of live workers."""
         if isinstance(self.way, Actors):
             import ray
 
@@ -378,7 +379,7 @@ class Trainer:
 
 
 def measure(way: Way, size: str, rounds: int, results: Connection) -> None:
-    """Send the results of some updates."""
+    """Send the results of several updates."""
     os.setsid()
     trainer = Trainer(way, size)
     found = [trainer.update() for _ in range(rounds + 1)][1:]
@@ -388,7 +389,7 @@ def measure(way: Way, size: str, rounds: int, results: Connection) -> None:
 
 
 def kill(way: Way, size: str, rounds: int, results: Connection) -> None:
-    """Send the outcome of an update in which a worker is killed."""
+    """Send the result of an update in which a worker is killed."""
     os.setsid()
     way.seconds = _SECONDS
     trainer = Trainer(way, size)
@@ -398,7 +399,7 @@ def kill(way: Way, size: str, rounds: int, results: Connection) -> None:
     begin = time.perf_counter()
     told = _outcome(trainer, begin)
     results.send(told)
-    time.sleep(1)  # what is on its way may yet arrive
+    time.sleep(1)  # data on its way may still arrive
     results.send(_share(trainer))
     told = _outcome(trainer, time.perf_counter())
     share = _share(trainer)
@@ -438,7 +439,7 @@ def _share(trainer: Trainer) -> str:
 def started(target: Any, name: str, size: str, rounds: int) -> Iterator[Connection]:
     """Run a trainer in a group of processes that ends with the block."""
     with ExitStack() as stack:
-        # Actors get the size by the folder's name.
+        # The actors read the size from the folder's name.
         parent = Path(
             stack.enter_context(tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")))
         )
@@ -486,7 +487,7 @@ def compare(ways: Sequence[str], sizes: Sequence[str], turns: int) -> None:
 
 
 def deaths(ways: Sequence[str]) -> None:
-    """Print the outcomes of transfers in which a worker is killed."""
+    """Print the results of transfers in which a worker is killed."""
     print("| way | the trainer's call | the other worker has the version | and the next one |")
     print("|---|---|---|---|")
     for name in ways:
@@ -507,7 +508,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--death", action="store_true", help="kill a worker")
     arguments = parser.parse_args()
-    # DCP says that there is one process, and that a checkpoint is there already.
+    # DCP warns about a single process, and about an existing checkpoint.
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     if arguments.death:
         deaths(arguments.ways)

@@ -3,9 +3,10 @@
     python docs/benchmarks/count_calls.py | python docs/benchmarks/page.py --record calls
 
 The trainer and one worker are processes. Each counts with `sys.setprofile` in all of its threads,
-from the beginning of the call until the next one: the fewest of 20 calls, after 19 that warm up.
-A worker that answers before the trainer waits for it causes some more. `--list SCHEME` prints the
-functions of one scheme instead, with the mean number of calls of each.
+from the beginning of the send or receive until the next one. The result is the least of 20 rounds,
+after 19 for warm-up. If a worker answers before the trainer waits for it, there are some more
+calls. `--list SCHEME` prints the functions of one scheme instead, with the mean number of calls of
+each.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from sync_tools.bench import make_model
 _SCHEMES = ("shm", "increments::chunked::dist")
 _WARM_UP = 19
 _ROUNDS = 20
-# What threads still do after a call belongs to it.
+# Calls that threads make after a send or receive count for it.
 _AFTER = 0.02
 
 
 class Calls:
-    """Counts calls in this process from now on, in this thread and in those that it starts."""
+    """Counts calls in this thread and in threads that start from now on."""
 
     def __init__(self) -> None:
         self.rounds: list[Counter[str]] = []
@@ -40,12 +41,12 @@ class Calls:
         sys.setprofile(self._count)
 
     def next_round(self) -> None:
-        """Begin another round."""
+        """Begin the next round."""
         self._now = Counter()
         self.rounds.append(self._now)
 
     def end(self) -> None:
-        """Count no more calls."""
+        """Stop counting."""
         self._now = Counter()
         threading.setprofile(None)
         sys.setprofile(None)
@@ -58,7 +59,7 @@ class Calls:
 
 
 def main() -> None:
-    """Count and print."""
+    """Count and print the calls."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", metavar="SCHEME")
     listed = parser.parse_args().list
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def count(scheme: str) -> tuple[list[Counter[str]], list[Counter[str]]]:
-    """Return the calls of each send, and those of each receive."""
+    """Return the calls of each send and of each receive."""
     calls, context = Calls(), multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     model = make_model("small")

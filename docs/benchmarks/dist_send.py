@@ -1,22 +1,21 @@
-"""Schemes `dist` and `rpc` beside what gloo itself can do, and TorchRL's two schemes over it.
+"""Compares the schemes `dist` and `rpc` with plain gloo, and with TorchRL's two schemes over it.
 
     python docs/benchmarks/dist_send.py
 
-All ways have the same worker processes to update, in turn, round by round, in one run; but those
-over RPC have their own processes, since a member of a world of RPC polls it without a pause,
-which would take the cores from the others. The limit, measured in both, is the faster of two ways
-that use the default gloo group and nothing else: ``gloo tensors``, every tensor by a send of its
-own, all in flight at once and received into the model, and ``gloo flat``, as many bytes in one
-buffer, with nothing to pack. There, the workers wait in their receives when the clock starts, and
-it stops when all have said over a pipe that they have everything. ``gloo staged`` is ``gloo flat``
-with workers that copy the bytes over others once all of them are there, after trainer and workers
-have made sure that no tensor is another than in the round before: without that, a worker is left
-with half a version when the trainer dies, or with unread tensors. ``over gloo`` are ours
-where the workers do not share the trainer's memory, as those of other machines cannot.
-Prints medians in milliseconds, for each kind of processes.
+All ways update the same worker processes, alternately round by round in one run. Only the ways over
+RPC have their own processes, since members of an RPC world poll without pause and would take the
+cores from the others. The limit, measured with both kinds of processes, is the faster of two ways
+over the default gloo group: ``gloo tensors`` sends every tensor separately, all at once, into the
+model; ``gloo flat`` sends as many bytes in one buffer, without packing. In both, the workers wait
+in their receives when the clock starts; it stops when all workers have reported over a pipe. ``gloo
+staged`` is ``gloo flat`` with two additions: trainer and workers check that no tensor object has
+changed since the last round, and workers copy the bytes to their place after all have arrived.
+Without these, a worker could be left with half a version when the trainer dies, or with tensors
+that nothing reads. ``over gloo`` are our schemes without shared memory, as between machines. Prints
+medians in milliseconds for each kind of processes.
 
-All ways of ``large`` together take 21 GB with four workers; ``--only`` chooses some. What torch
-says about RPC at the end goes to stderr.
+All ways of ``large`` together take 21 GB with four workers; ``--only`` selects some. Torch's
+messages about RPC at the end go to stderr.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ _TORCHRL_DIST, _TORCHRL_RPC = ["torchrl dist", "torchrl dist, sync=False"], "tor
 _TORCHRL = [*_TORCHRL_DIST, _TORCHRL_RPC]
 _OVER_RPC = [*_RPC_OPTIONS, _TORCHRL_RPC]
 _WAYS = [*_DIST_OPTIONS, *_RPC_OPTIONS, *_BY_GLOO, *_TORCHRL]
-# The median of the fastest of some ways over another's.
+# A ratio: the median of the fastest of some ways, divided by another's.
 _RATIOS = {
     "torchrl dist / dist": (_TORCHRL_DIST, _DIST),
     "torchrl rpc / rpc": ([_TORCHRL_RPC], _RPC),
@@ -89,12 +88,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of updating the workers; only `send` is timed.
+    """A way to update the workers; only `send` is timed.
 
     Args:
         send: returns when every worker has the weights.
-        before: sets the workers to waiting.
-        after: learns that they wait no longer.
+        before: lets the workers wait for a version.
+        after: called when the workers no longer wait.
     """
 
     send: Callable[[], object]
@@ -103,13 +102,13 @@ class Way:
 
 
 class Worker:
-    """The worker's side of every way; there is one in each worker process.
+    """The worker's side of every way; each worker process has one.
 
-    Each of our ways has its own model, as it would outside: a receiver that finds other users
-    of its parameters' memory leaves it where it is. The other ways share one.
+    Each of our ways has its own model, as in real programs: a receiver packs its parameters into
+    memory of its own only if nothing else uses them. The other ways share one model.
 
     Args:
-        rank: in the default process group, where the trainer has 0.
+        rank: the worker's rank in the default process group; the trainer has 0.
     """
 
     here: Worker
@@ -123,13 +122,13 @@ class Worker:
         self._posted: list[Any] = []
 
     def open(self, model: str) -> None:
-        """Begin with a model of this name."""
+        """Make the model with a name."""
         self.net = make_model(model)
         self._targets["gloo tensors"] = [p.data for p in self.net.parameters()]
         self._tensors = _tensors.Tensors(self.net)
 
     def connect(self, way: str, model: str, addresses: list[sync_core.Address]) -> None:
-        """Create one of our receivers."""
+        """Make a receiver of sync-core."""
         self.make_net(way, model)
         self._receivers[way] = sync_core.Receiver(addresses[self.rank - 1], self.nets[way])
 
@@ -138,12 +137,12 @@ class Worker:
         self.nets[way] = make_model(model)
 
     def receive(self, way: str) -> None:
-        """Wait for a version of ours and commit it."""
+        """Receive and commit a version of sync-core."""
         if self._receivers[way].receive() is None:
             raise TimeoutError(f"nothing came by {way}")
 
     def join(self, way: str, scheme: Any) -> None:
-        """Create a receiver of TorchRL's."""
+        """Make a receiver of TorchRL's."""
         self.collectors[way] = torchrl.Collector(self.net, self.rank, scheme)
 
     def make_flat(self, nbytes: int) -> None:
@@ -153,12 +152,12 @@ class Worker:
         self._flat = torch.zeros(nbytes, dtype=torch.uint8).numpy()
 
     def post(self, way: str) -> None:
-        """Post every receive of a way of gloo."""
+        """Start every receive of a way over gloo."""
         targets = self._targets[way]
         self._posted = [distributed.irecv(t, 0, tag=tag) for tag, t in enumerate(targets)]
 
     def wait(self, way: str) -> None:
-        """Wait for the posted receives."""
+        """Wait for the started receives."""
         for work in self._posted:
             work.wait()
         if way == _STAGED:
@@ -167,7 +166,7 @@ class Worker:
             self._tensors.count_write()
 
     def has_arrived(self, way: str, version: int) -> bool:
-        """Return whether everything is of this version."""
+        """Return whether every element has the value for this version."""
         if way == "gloo flat":
             return bool((self._targets[way][0] == version % 256).all())
         if way == _STAGED:
@@ -175,7 +174,7 @@ class Worker:
         return is_marked(self.nets.get(way, self.net), version)
 
     def close(self) -> None:
-        """End everything that `open` started."""
+        """Close everything that `open` and later calls have made."""
         for each in (*self._receivers.values(), *self.collectors.values()):
             each.close()
         for kept in (self._receivers, self.collectors, self._targets, self._posted, self.nets):
@@ -183,11 +182,11 @@ class Worker:
 
 
 class World:
-    """The worker processes, which are in one gloo group with this process.
+    """The worker processes, which share a gloo group with this process.
 
     Args:
-        pipes: to each worker.
-        over_rpc: whether they are in one RPC world, too.
+        pipes: the pipes to the workers.
+        over_rpc: whether they are also in an RPC world.
     """
 
     def __init__(self, pipes: list[Any], over_rpc: bool) -> None:
@@ -201,11 +200,11 @@ class World:
             pipe.send((method.__name__, arguments))
 
     def hear(self) -> list[Any]:
-        """Return the result of each worker."""
+        """Return the result of every worker."""
         return [_answer(pipe) for pipe in self._pipes]
 
     def ask(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Start the method in every worker and return the results."""
+        """Call a method in every worker, and return the results."""
         self.tell(method, *arguments)
         return self.hear()
 

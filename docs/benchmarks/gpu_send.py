@@ -1,7 +1,7 @@
-"""Milliseconds of a send of a model on a GPU to two workers that share it, over shared memory.
+"""Measures sends of a model on a GPU to two workers on the same GPU, over shared memory.
 
-Needs a GPU: ``python docs/benchmarks/gpu_send.py``. The models lie on the CPU or the GPU of the
-trainer, and of the workers.
+Needs a GPU: ``python docs/benchmarks/gpu_send.py``. The trainer's and the workers' models are on
+the CPU or the GPU. Prints milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from sync_core import Address, Receiver, Sender
 from sync_plugin_std.workers import choose_group
 
-# Numbers of tensors, and elements of each.
+# Numbers of tensors, and the elements of each tensor.
 SIZES = {
     "10 tensors, 40 KB": (10, 1000),
     "2,000 tensors, 10 MB": (2000, 1250),
@@ -27,7 +27,7 @@ SENDS = 9
 
 
 def make(size: str, device: str) -> nn.Module:
-    """A model of a size on a device."""
+    """Return a model of a size on a device."""
     count, elements = SIZES[size]
     return nn.ParameterList(torch.zeros(elements, device=device) for _ in range(count))
 
@@ -47,17 +47,17 @@ class Worker:
         self.receiver = Receiver(address, make(size, device))
 
     def receive(self, count: int) -> None:
-        """Receive so many versions."""
+        """Receive a number of versions."""
         for _ in range(count):
             self.receiver.receive(60)
 
     def close(self) -> None:
-        """Leave the sender."""
+        """Close the receiver."""
         self.receiver.close()
 
 
 def measure(size: str, trainer: str, worker: str) -> tuple[float, float]:
-    """Return the medians of a send and of its part until the trainer may go on, in ms."""
+    """Return the median milliseconds of a send, and of its part until the trainer may continue."""
     group = choose_group(["shm"], None)(Worker, 2, timeout=120.0)
     try:
         model = make(size, trainer)
@@ -80,7 +80,7 @@ def measure(size: str, trainer: str, worker: str) -> tuple[float, float]:
                 group.call(i, Worker.close).result(60)
     finally:
         group.stop()
-    # The first ones make the memory.
+    # The first sends allocate the memory.
     whole, packed = (statistics.median(column) * 1e3 for column in zip(*took[2:], strict=True))
     return whole, packed
 

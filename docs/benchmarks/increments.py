@@ -1,20 +1,20 @@
-r"""Incremental versions beside whole ones, over links of several rates.
+r"""Compares incremental with whole versions, over links of several rates.
 
     python docs/benchmarks/increments.py --model DIRECTORY | \
         python docs/benchmarks/page.py --record increments
 
 The model is a language model of transformers, such as SmolLM2-135M. It is trained in float32 for
-twelve steps of AdamW, and what each step changes of it in bfloat16 is kept, also for later runs
-where ``--versions FILE`` is given. Then a trainer goes through these versions, and sends each to
-one worker over `dist` with ``shared_memory=False``: whole, and by ``"increments::dist"``. The two
-ends are processes of a network namespace whose loopback has the given rate; root is needed for
-that, and without it only the unlimited link is measured. After each send the worker's digest of all
-its tensors is compared with the trainer's.
+twelve steps of AdamW. The changes of each step in bfloat16 are kept, and ``--versions FILE`` saves
+them for later runs. Then a trainer sends each version to one worker over `dist` with
+``shared_memory=False``: whole, and by ``"increments::dist"``. Trainer and worker are processes in a
+network namespace whose loopback has the given rate. This needs root; without it, only the unlimited
+link is measured. After each send the worker's digest of all its tensors is compared with the
+trainer's.
 
 Prints a table: megabytes of a version and medians of seconds from the call of `send` to its end.
-The first send, which is whole in all ways, is left out. Memory is the peak of increments over that
-of whole versions, from the first send on, over the size of the model. Processor time of both ends
-goes to standard error. All takes about three minutes, and training one more.
+The first send is whole in all ways and not counted. Memory is the peak with increments minus the
+peak with whole versions, from the first send on, divided by the size of the model. The processor
+times go to standard error. The run takes about three minutes, and training one more.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ _COLUMNS = (
     "link | whole, MB | increment, MB | share | whole, s | increment, s | ratio "
     "| sender's memory | worker's memory"
 )
-#: For each tensor, the positions that a step changed, and the bits that are there now.
+#: For each tensor, the positions that a step changed, and the new bits at these positions.
 Step = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians of one way over one link.
+    """The medians of one way over one link.
 
     Args:
         nbytes: of a send.
         seconds: from the call of `send` to its end.
-        sender_cpu: of these, seconds of the sender's processor time.
-        worker_cpu: the worker's.
-        sender_memory: the sender's peak beyond what it had before the first send, in copies of the
+        sender_cpu: the sender's processor time, in seconds.
+        worker_cpu: the worker's processor time.
+        sender_memory: the sender's peak beyond its memory before the first send, in copies of the
             model.
-        worker_memory: the worker's.
+        worker_memory: the worker's peak.
     """
 
     nbytes: float
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def row(link: str, whole: Figures, increments: Figures) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     cells = (
         link,
         f"{whole.nbytes / 1e6:.1f}",
@@ -115,7 +115,7 @@ def row(link: str, whole: Figures, increments: Figures) -> str:
 
 
 def train(path: str, rate: float) -> tuple[dict[str, Tensor], list[Step]]:
-    """The weights in bfloat16 before the first step, and what each step changed of them."""
+    """Return the weights in bfloat16 before the first step, and the changes of each step."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ def train(path: str, rate: float) -> tuple[dict[str, Tensor], list[Step]]:
 
 
 def measured_at(link: str, way: str, file: Path) -> Figures | None:
-    """The figures of a process whose loopback has a rate; None where it cannot be limited."""
+    """Return the figures at a rate of the loopback; None if it cannot be limited."""
     command = [sys.executable, __file__, "--versions", str(file), "--measure", way]
     if rate := _RATES[link]:
         limit = f"tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 400ms"
@@ -163,7 +163,7 @@ def measured_at(link: str, way: str, file: Path) -> Figures | None:
 
 
 def measure(versions: tuple[dict[str, Tensor], list[Step]], scheme: str) -> Figures:
-    """Medians of the sends after the first, in one way."""
+    """Return the medians of one way, without the first send."""
     weights, steps = versions
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     with Sender(scheme, weights, num_workers=1, shared_memory=False) as sender:
@@ -190,14 +190,14 @@ def measure(versions: tuple[dict[str, Tensor], list[Step]], scheme: str) -> Figu
 
 
 class Memory:
-    """Measures the peak of this process from now on, beyond what it has now; Linux only."""
+    """Measures this process's peak of memory beyond its current memory; Linux only."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         self._before = self._peak()
 
     def peak(self) -> int:
-        """Bytes since then."""
+        """Return the peak since then, in bytes."""
         return self._peak() - self._before
 
     @staticmethod
@@ -207,7 +207,7 @@ class Memory:
 
 
 def work(connection: Connection) -> None:
-    """Receive until the sender has gone; say the digest and what a version took when asked."""
+    """Receive until the sender is gone; report the digest and the times on request."""
     torch.set_num_threads(1)
     address, weights = connection.recv()
     assert isinstance(address, Address)
@@ -228,7 +228,7 @@ def work(connection: Connection) -> None:
 
 
 def digest(weights: dict[str, Tensor]) -> str:
-    """A digest of every bit."""
+    """Return a digest of every bit."""
     state = xxhash.xxh3_128()
     for tensor in weights.values():
         state.update(tensor.view(torch.int16).numpy().data)

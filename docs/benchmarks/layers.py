@@ -1,10 +1,10 @@
-"""Measure what layers save of a language model's bytes, and what they cost where nothing changes.
+"""Measures how many bytes layers save for a language model, and their cost without changes.
 
     OMP_NUM_THREADS=1 python docs/benchmarks/layers.py
 
-The language model is a Llama of random weights with LoRA adapters on the projections of queries and
-values. Its receiver is in the same process, over the scheme `shm`. Every way has a sender of its
-own; the ways take turns in each round, and the first, whole version of each is not counted.
+The language model is a Llama with random weights and LoRA adapters on the query and value
+projections. The receiver is in the same process, over the scheme `shm`. Each way has its own
+sender. The ways alternate in each round; the first version of each, which is whole, is not counted.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class _Way:
 
     Args:
         source: the trainer's model.
-        target: the worker's; None for a worker that takes what comes.
-        layers: those of the sender.
+        target: the worker's model; None for a worker that accepts any weights.
+        layers: the sender's layers.
     """
 
     def __init__(self, source: Any, target: Any, layers: list[Any]) -> None:
@@ -86,14 +86,14 @@ class _Way:
         self._receiver = Receiver(address, target, load=load)
 
     def send(self) -> tuple[SendReport, float]:
-        """Send once; the report, and the seconds until the version was committed."""
+        """Send once; return the report, and the seconds until the version was committed."""
         started = time.perf_counter()
         pending = self._sender.send_async()
         self._receiver.receive()
         return pending.wait(), time.perf_counter() - started
 
     def close(self) -> None:
-        """End both."""
+        """Close both."""
         self._receiver.close()
         self._sender.close()
 

@@ -26,12 +26,12 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.jsonl"
 PAGE = FOLDER.with_suffix(".md")
 PLOT = FOLDER / "ratios.svg"
-# The picture of the README, and the learning curve in it: the frames and the mean returns of the
-# last 100 episodes that the tutorial's program prints.
+# The README's picture, and its learning curve: the frames and the mean returns of the last 100
+# episodes, as printed by the tutorial's program.
 FIRST_SCREEN = FOLDER / "first-screen.svg"
 CURVE = FOLDER / "cartpole.json"
 TUTORIAL = FOLDER.parent / "tutorials" / "cartpole.svg"
-# Neither ids nor the date change from one drawing to the next, and text stays text.
+# Keeps ids and the date out of the drawing, and text as text, so that drawings are reproducible.
 STYLE = {"svg.hashsalt": "sync-core", "svg.fonttype": "none"}
 
 
@@ -41,8 +41,8 @@ class Table:
 
     Args:
         title: its heading.
-        about: what the rows and columns are.
-        command: what measures it again.
+        about: the description of the rows and columns.
+        command: the command that measures it again.
     """
 
     title: str
@@ -58,7 +58,7 @@ def tables() -> tuple[str, dict[str, Table]]:
 
 
 def main() -> None:
-    """Write the page, after a table from standard input was added where one is given."""
+    """Write the page; first add a table from standard input, if there is one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", choices=tables()[1], help="add the table on standard input")
     recorded = parser.parse_args().record
@@ -110,7 +110,7 @@ def add(name: str, text: str) -> None:
 
 
 def plot(runs: list[dict[str, Any]]) -> None:
-    """Draw how many times faster than TorchRL each local scheme is, from the newest run."""
+    """Draw how many times faster than TorchRL each local scheme is, in the newest run."""
     from matplotlib import pyplot as plt
 
     run = max((run for run in runs if run["table"] == "local"), key=lambda run: run["date"])
@@ -120,7 +120,7 @@ def plot(runs: list[dict[str, Any]]) -> None:
         names.append(f"{model}, {row[1]}")
         ratios.append(float(row[-1]))
     figure, axes = plt.subplots(figsize=(7, 0.32 * len(names) + 0.8), layout="constrained")
-    # A bar begins at 1, where both are equal, and leads to the left where ours is slower.
+    # A bar begins at 1, where both are equal; it extends to the left if ours is slower.
     widths = [ratio - 1 for ratio in reversed(ratios)]
     colors = ["#4477aa" if width >= 0 else "#cc6677" for width in widths]
     axes.barh(names[::-1], widths, left=1.0, color=colors)
@@ -132,7 +132,7 @@ def plot(runs: list[dict[str, Any]]) -> None:
 
 
 def plot_first_screen(runs: list[dict[str, Any]]) -> None:
-    """Draw the README's picture: a learning curve, and milliseconds of updates beside TorchRL's."""
+    """Draw the README's picture: a learning curve, and update times compared to TorchRL's."""
     from matplotlib import pyplot as plt
 
     curve = json.loads(CURVE.read_text(encoding="utf-8"))

@@ -1,12 +1,11 @@
-"""The time that one worker takes to plan its parts of each rank of a sharded trainer.
+"""Measures how long a worker takes to plan its parts from each rank of a sharded trainer.
 
     python docs/benchmarks/planning.py | python docs/benchmarks/page.py --record planning
 
-The trainer's ranks have rows of each matrix (FSDP), the workers have columns (tensor parallel), so
-that each worker takes a part of what each rank has. ``plan``: which rank sends which part.
-``join``: also the joining of all ranks' addresses, the request to each rank, and the layouts.
-One thread does all of it.
-The plan is checked: its parts add up to what the worker has.
+The trainer's ranks have rows of each matrix (FSDP) and the workers have columns (tensor parallel),
+so each worker needs a part from each rank. ``plan`` decides which rank sends which part. ``join``
+also combines all ranks' addresses, the request to each rank, and the layouts. All runs in one
+thread. A check compares the sum of the planned parts with the worker's shard.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ _ROUNDS = 5
 
 
 def piece(size: int, index: int, count: int) -> tuple[int, int]:
-    """The bounds of one of some equal pieces."""
+    """Return the bounds of one of several equal pieces."""
     return index * size // count, (index + 1) * size // count
 
 
 def shapes() -> dict[str, tuple[int, int]]:
-    """The names and shapes of all matrices."""
+    """Return the names and shapes of all matrices."""
     return {f"layers.{i}.weight": SHAPES[i % len(SHAPES)] for i in range(MATRICES)}
 
 
 def rows_of(rank: int, ranks: int) -> dict[str, Region]:
-    """The regions that a rank of the trainer holds."""
+    """Return the regions that a rank of the trainer holds."""
     return {name: (piece(shape[0], rank, ranks), (0, shape[1])) for name, shape in shapes().items()}
 
 
 def columns_of(worker: int, workers: int) -> dict[str, Region]:
-    """The regions that a worker requests."""
+    """Return the regions that a worker requests."""
     return {
         name: ((0, shape[0]), piece(shape[1], worker, workers)) for name, shape in shapes().items()
     }
 
 
 def addresses(ranks: int) -> list[Address]:
-    """The addresses of all ranks for worker 0; nothing listens there."""
+    """Return the addresses of all ranks for worker 0; no process listens there."""
     layout = Layout.of_kinds((name, torch.bfloat16, shape) for name, shape in shapes().items())
     found = []
     for rank in range(ranks):
@@ -82,7 +81,7 @@ def addresses(ranks: int) -> list[Address]:
 
 
 def time_of(function: Any, *args: Any) -> float:
-    """The CPU time of the fastest of some calls, in seconds; other programs change it little."""
+    """Return the CPU seconds of the fastest of several calls; other programs hardly matter."""
     seconds = []
     for _ in range(_ROUNDS):
         started = time.process_time()
@@ -92,7 +91,7 @@ def time_of(function: Any, *args: Any) -> float:
 
 
 def measure(ranks: int, workers: int) -> tuple[float, float, int]:
-    """Seconds of the plan and of all that joining does, and how many parts there are."""
+    """Return the seconds of the plan and of joining, and the number of parts."""
     held: dict[str, list[tuple[int, Region]]] = {name: [] for name in shapes()}
     for rank in range(ranks):
         for name, region in rows_of(rank, ranks).items():

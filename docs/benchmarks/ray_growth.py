@@ -1,11 +1,11 @@
-"""Measure the memory that a Ray driver keeps for lent objects, without sync-core.
+"""Measures the memory that a Ray driver keeps for lent objects, without sync-core.
 
     python docs/benchmarks/ray_growth.py
 
-A driver puts 66 KB, round after round. An actor keeps the newest reference, and three others fetch
-it from there. In one run the driver releases each object sixteen rounds later, when no other
-process has it any more, in the other at once. Prints the driver's own memory, after the C library
-has returned what it keeps for later.
+In each round a driver puts 66 KB. One actor keeps the newest reference, and three others fetch it
+from that actor. In the first run the driver releases each object sixteen rounds later, when no
+other process holds it; in the second run at once. Prints the driver's private memory, after the C
+library has returned its free memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cost of a send over Ray by size and workers, and a prediction for larger ones.
+"""Measures sends over Ray by size and number of workers, and predicts larger ones.
 
     python docs/benchmarks/ray_scaling.py
 
@@ -7,8 +7,8 @@ nodes (which are processes on this machine, each with its own object store). Fit
 
     seconds = start + call * workers + GB * (put + copy * workers / cores + node * other_nodes)
 
-by least squares without negative costs, prints it, and what it says for links of stated speeds. See
-docs/explanation/scaling.md.
+by least squares without negative costs. Prints the costs, and the predictions for links of several
+speeds. See docs/explanation/scaling.md.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _COSTS = ("start", "call", "put", "copy", "node")
 
 @dataclass(frozen=True)
 class Case:
-    """One arrangement that was measured.
+    """One measured configuration.
 
     Args:
         gigabytes: the size of the model.
-        workers: how many workers there are on each node.
-        nodes: how many nodes.
+        workers: the number of workers on each node.
+        nodes: the number of nodes.
     """
 
     gigabytes: float
@@ -51,7 +51,7 @@ class Case:
 
     def terms(self) -> list[float]:
         """Return the factor of each cost."""
-        # The nodes of the measurement share this machine's cores.
+        # The measured nodes share this machine's cores.
         copies = self.workers * self.nodes / (os.cpu_count() or 1)
         return [
             1,
@@ -63,15 +63,15 @@ class Case:
 
 
 class Agent:
-    """Holds a model of some size."""
+    """Holds a model that can be resized."""
 
     def resize(self, gigabytes: float) -> None:
-        """Make the model."""
+        """Make a model of another size."""
         self.policy = model(gigabytes)
 
 
 def model(gigabytes: float) -> nn.Module:
-    """Return a model of this size in gigabytes, in 16 layers."""
+    """Return a model of a size in gigabytes, in 16 layers."""
     width = int((gigabytes * 1e9 / 4 / 16) ** 0.5)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16)))
 

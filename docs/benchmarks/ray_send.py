@@ -1,14 +1,14 @@
-"""Scheme `ray` beside what Ray itself can do, TorchRL's Ray scheme, and a put for each worker.
+"""Compares the scheme `ray` with plain Ray, TorchRL's Ray scheme, and a put for each worker.
 
     python docs/benchmarks/ray_send.py
 
-Every way has the same four actors to update, in turn, in one run. ``consolidated`` is ``copy`` of a
-model that was consolidated in the trainer. ``limit`` is one `ray.put` of the flat bytes and one
-copy of them in each actor, with nothing to pack. ``checked`` is the limit after trainer and actors
-have made sure that no tensor is another than in the round before, or lies elsewhere: without that,
-bytes are copied to memory that is never read, or where they do not fit. ``torchrl`` is
-RayWeightSyncScheme of torchrl 0.14.1, which sends by its own Gloo group. ``put each`` is what
-RayWeightUpdater did: a put of a TensorDict for each worker. Prints medians in milliseconds.
+All ways update the same four actors, alternately in one run. ``consolidated`` is ``copy`` with a
+consolidated model in the trainer. ``limit`` is one `ray.put` of the flat bytes and one copy of them
+in each actor, without packing. ``checked`` is the limit with a check in trainer and actors that no
+tensor was replaced or moved since the last round: without it, bytes could be copied to memory that
+nothing reads, or that is too small. ``torchrl`` is RayWeightSyncScheme of torchrl 0.14.1, which
+sends by its own Gloo group. ``put each`` works like RayWeightUpdater: one put of a TensorDict per
+worker. Prints medians in milliseconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Send = Callable[[], object]
 
 
 class Worker:
-    """An actor with a model for each way of updating it, so that they do not interfere.
+    """An actor with a separate model for each way of updating it.
 
     Args:
         model: the name of the model.
@@ -56,15 +56,15 @@ class Worker:
         self.scheme: Any = None
 
     def has_arrived(self, way: str, version: int) -> bool:
-        """Return whether every element of that model is of this version."""
+        """Return whether every element of a way's model has this version."""
         return is_marked(self.nets[way], version)
 
     def copy_flat(self, flat: np.ndarray[Any, Any]) -> None:
-        """Copy the bytes as the limit does in each actor."""
+        """Copy the bytes, as each actor does for the limit."""
         np.copyto(self.flat, flat)
 
     def copy_checked(self, flat: np.ndarray[Any, Any]) -> None:
-        """Copy as the limit does, after a check that the tensors are unchanged."""
+        """Copy as for the limit, after a check that the tensors are unchanged."""
         self.tensors.check()
         self.copy_flat(flat)
         self.tensors.count_write()
@@ -74,12 +74,12 @@ class Worker:
         TensorDict.from_module(self.nets["put"]).data.update_(weights)
 
     def register(self, scheme: Any, index: int) -> None:
-        """Create a receiver of TorchRL's scheme."""
+        """Make a receiver of TorchRL's scheme."""
         self.scheme, self.worker_idx = scheme, index
         scheme.init_on_receiver(model_id="policy", context=self, model=self.nets["torchrl"])
 
     def connect(self) -> None:
-        """Join its process group and receive the first weights."""
+        """Join the scheme's process group, and receive the first weights."""
         self.scheme.connect(worker_idx=self.worker_idx)
 
     def _receive_weights_scheme(self, model_version: int | None = None) -> None:
@@ -156,7 +156,7 @@ def _compare(name: str, workers: int, rounds: int) -> list[float]:
         for version in range(1, _WARM_UP + rounds + 1):
             mark(model, version)
             mark(consolidated, version)
-            # Memory that was never written to is one page of zeros, which is in the cache.
+            # Memory that was never written maps to one page of zeros, which is in the cache.
             flat.fill(version)
             for way, send in ways.items():
                 time.sleep(SETTLE_SECONDS)

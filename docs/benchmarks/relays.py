@@ -1,12 +1,12 @@
-"""The time of a version to the last of eight hosts, over links of limited bandwidth.
+"""Measures the time until the last of eight hosts has a version, over links of limited bandwidth.
 
     python docs/benchmarks/relays.py | python docs/benchmarks/page.py --record relays
 
-It takes about 150 seconds and 14 GB of memory. Each host is a process in a network namespace, and
-`tc` limits its link: see `_limited_links.py`, which needs root. ``direct``: the sender has eight
-workers. ``chain``: one relay on each host, in a row, each with a worker beside it. ``tree``: each
-relay has two others. The time of one link is that of a sender with one worker. Every worker
-compares every element.
+Takes about 150 seconds and 14 GB of memory. Each host is a process in a network namespace, and `tc`
+limits its link: see `_limited_links.py`, which needs root. ``direct``: the sender has eight
+workers. ``chain``: the hosts form a chain, each with a relay and a worker. ``tree``: each relay
+forwards to two others. The time of one link is measured with one worker. Every worker compares
+every element.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _TIMEOUT = 600.0
 
 
 def values(numel: int, version: int) -> Tensor:
-    """Elements that differ by place and version."""
+    """Return elements that depend on their position and the version."""
     return torch.arange(version, version + numel, dtype=torch.int32)
 
 
 def trainer(address: str, pipe: Connection, *, nbytes: int) -> None:
-    """The sender, which answers each request of the program."""
+    """Run the sender, which executes the program's requests."""
     numel = nbytes // 4 // TENSORS
     policy = {str(i): values(numel, 0) for i in range(TENSORS)}
     sender: Sender | None = None
@@ -68,11 +68,11 @@ def trainer(address: str, pipe: Connection, *, nbytes: int) -> None:
 
 
 class Host:
-    """A worker, and a relay where the host has to pass versions on.
+    """A worker, and a relay if the host forwards versions.
 
     Args:
-        address: of the host.
-        nbytes: of the model.
+        address: the address of the host.
+        nbytes: the bytes of the model.
     """
 
     def __init__(self, address: str, nbytes: int) -> None:
@@ -83,17 +83,17 @@ class Host:
         self._receiver: Receiver | None = None
 
     def join(self, address: Address, others: int) -> list[Address]:
-        """Receive by this address, and return the addresses of others that receive from here."""
+        """Receive from an address; return the addresses for hosts that receive from this one."""
         found: list[Address] = []
         if others:
             self._relay = Relay(address, num_workers=others + 1, host=self._address)
             *found, address = (self._relay.address(i) for i in range(others + 1))
-        # From another host, so that its connection comes by the link.
+        # Another host connects to it, so the connection uses the link.
         self._receiver = Receiver(address, self._model)
         return found
 
     def receive(self) -> int | None:
-        """Receive a version, and compare every element; the version, or None."""
+        """Receive a version, and compare every element; return the version, or None."""
         assert self._receiver is not None
         version = self._receiver.receive()
         if version is None:
@@ -110,7 +110,7 @@ class Host:
 
 
 def worker(address: str, pipe: Connection, *, nbytes: int) -> None:
-    """A host, which answers each request of the program."""
+    """Run a host, which executes the program's requests."""
     host = Host(address, nbytes)
     while True:
         name, *arguments = pipe.recv()
@@ -118,13 +118,13 @@ def worker(address: str, pipe: Connection, *, nbytes: int) -> None:
 
 
 def ask(pipe: Connection, *request: Any) -> Any:
-    """The answer of a host."""
+    """Return the answer of a host."""
     pipe.send(request)
     return pipe.recv()
 
 
 def connect(way: str, pipes: list[Connection]) -> list[Connection]:
-    """Connect sender, relays and workers; the hosts that receive."""
+    """Connect sender, relays and workers; return the receiving hosts."""
     first, *others = pipes
     branches = {"one link": 1, "direct": HOSTS, "chain": 1, "tree": 2}[way]
     open_ones: list[Address] = ask(first, branches, way in ("chain", "tree"))
@@ -138,7 +138,7 @@ def connect(way: str, pipes: list[Connection]) -> list[Connection]:
 
 
 def measure(way: str, pipes: list[Connection], sends: int) -> float:
-    """Seconds of the last of some sends, until the last worker has the version."""
+    """Return the seconds until the last worker has the version, in the last of several sends."""
     receiving = connect(way, pipes)
     seconds = 0.0
     for _ in range(sends):
@@ -149,7 +149,7 @@ def measure(way: str, pipes: list[Connection], sends: int) -> float:
         versions = {pipe.recv() for pipe in receiving}
         if len(versions) != 1 or None in versions:
             raise RuntimeError(f"{way}: a worker has not what was sent: {versions}")
-    # Those that receive from others leave first.
+    # Hosts that receive from others leave first.
     for pipe in reversed(receiving):
         ask(pipe, "leave")
     return seconds
@@ -176,7 +176,7 @@ def main() -> None:
         link = measure("one link", pipes, sends=2)
         print(f"| one link | {size} | {link:.1f} | 1.00 |", flush=True)
         for way in arguments.ways:
-            # The first send connects, which is little beside eight times a link.
+            # The first send also connects, which takes little time compared to eight transfers.
             seconds = measure(way, pipes, sends=1 if way == "direct" else 2)
             print(f"| {way} | {size} | {seconds:.1f} | {seconds / link:.2f} |", flush=True)
 

@@ -1,11 +1,11 @@
-"""Updates of RLlib's env runners by its own way and by schemes, in turn, in one run.
+"""Compares updates of RLlib's env runners by RLlib and by schemes, alternately in one run.
 
     python docs/benchmarks/rllib_sync.py | python docs/benchmarks/page.py --record rllib
 
 PPO with two remote env runners and the learner in the driver, on CartPole. An update begins with
-`EnvRunnerGroup.sync_weights` and ends when both runners have answered that they hold the weights:
-one call of each runner belongs to it, whatever brings the weights; ``calls`` are these alone.
-Frames per second are those of `Algorithm.train`, which samples, learns and syncs.
+`EnvRunnerGroup.sync_weights` and ends when both runners have confirmed the weights. The
+confirmation is one call per runner in every way; ``calls`` is the time of these calls alone. Frames
+per second are those of `Algorithm.train`, which samples, learns and syncs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
 from sync_plugin_ray.rllib import sync_env_runners
 
-# The width of two layers, by the megabytes that runners get of them.
+# The width of two layers, by the megabytes of their weights.
 _WIDTHS = {"1 MB": 500, "50 MB": 3530}
 _THEIRS = "RLlib"
 _WAYS = (_THEIRS, "shm", "dist", "ray")
@@ -34,14 +34,14 @@ _BATCH = 1000
 
 @dataclass
 class Way:
-    """One algorithm, and what was measured of it."""
+    """One algorithm and its measurements."""
 
     algorithm: Any
     seconds: list[float] = field(default_factory=list)
     frames: list[float] = field(default_factory=list)
 
     def sync(self, value: float) -> float:
-        """Change the weights, sync them, and return how long both runners took to hold them."""
+        """Change and sync the weights; return the seconds until both runners hold them."""
         learners, runners = self.algorithm.learner_group, self.algorithm.env_runner_group
         learners.foreach_learner(lambda learner: _fill(learner, value))
         began = time.perf_counter()
@@ -52,7 +52,7 @@ class Way:
         return ended - began
 
     def call(self) -> float:
-        """Return how long a call of both runners takes that does no more than to look."""
+        """Return the seconds of a call of both runners that only looks."""
         began = time.perf_counter()
         self.algorithm.env_runner_group.foreach_env_runner(_held, local_env_runner=False)
         return time.perf_counter() - began
@@ -72,7 +72,7 @@ def _fill(learner: Any, value: float) -> None:
 
 
 def _held(runner: Any) -> float:
-    """Return the only value of a runner's weights; those that a scheme brings are asked for."""
+    """Return the only value in a runner's weights, after it has received a scheme's weights."""
     if hasattr(runner, "receive_weights"):
         runner.receive_weights()
     values = torch.cat([p.detach().aminmax()[0][None] for p in runner.module.parameters()])
@@ -100,7 +100,7 @@ def _make(way: str, width: int) -> Way:
 
 
 def measure(size: str, rounds: int, iterations: int) -> list[list[str]]:
-    """Return the rows of a size."""
+    """Return the rows of a model size."""
     ways = {name: _make(name, _WIDTHS[size]) for name in _WAYS}
     try:
         calls = []

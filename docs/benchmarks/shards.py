@@ -1,13 +1,13 @@
-"""A trainer on four FSDP2 ranks and a worker on two tensor-parallel ranks, all on this machine.
+"""Measures updates from four FSDP2 ranks to two tensor-parallel ranks, all on this machine.
 
     python docs/benchmarks/shards.py | python docs/benchmarks/page.py --record shards
 
 ``sharded``: each rank sends its shards by ``Sender(Sharded(scheme, rank, 4), …)``. ``gathered``:
 every rank gathers the whole model, and the first sends it to both workers, which take their parts.
-In both, the clock runs from a barrier of the trainer's ranks until all have sent the version.
-Every element is compared after the last send. Memory is the largest of the ranks' peaks, beyond
-what they had before the first send, divided by the size of a rank's shard; it is looked at during
-the first sends, which are not timed.
+In both, the time is from a barrier of the trainer's ranks until all have sent the version. Every
+element is compared after the last send. Memory is the largest peak of a rank beyond its memory
+before the first send, divided by the size of a rank's shard. It is sampled during the first sends,
+which are not timed.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Net(nn.Module):
 
 
 def empty() -> nn.Module:
-    """A model without memory."""
+    """Return a model without memory."""
     with torch.device("meta"):
         return Net().to(torch.bfloat16)
 
 
 def part(name: str, shape: torch.Size, worker: int) -> Region:
-    """The region that a tensor-parallel worker has."""
+    """Return the region that a tensor-parallel worker has."""
     axis = _COLUMNS.get(name.split(".")[-2])
     return tuple(
         (worker * size // WORKERS, (worker + 1) * size // WORKERS) if i == axis else (0, size)
@@ -82,7 +82,7 @@ def part(name: str, shape: torch.Size, worker: int) -> Region:
 
 
 def values(number: int, region: Region) -> Tensor:
-    """Elements that differ by place and tensor; to add a version's number keeps them exact."""
+    """Return elements by position and tensor; adding a version number keeps them exact."""
     found = torch.tensor(number)
     for axis, (start, stop) in enumerate(region):
         shape = [-1 if i == axis else 1 for i in range(len(region))]
@@ -91,7 +91,7 @@ def values(number: int, region: Region) -> Tensor:
 
 
 def trainer(rank: int, arguments: Arguments, pipes: Any, results: Any, group: Any) -> None:
-    """One rank."""
+    """Run one rank of the trainer."""
     way, scheme, rounds = arguments
     model = empty()
     mesh = DeviceMesh("cpu", list(range(TRAINERS)))
@@ -130,7 +130,7 @@ def trainer(rank: int, arguments: Arguments, pipes: Any, results: Any, group: An
 
 
 def worker(index: int, way: str, rounds: int, pipes: Any, results: Any) -> None:
-    """One tensor-parallel rank."""
+    """Run one tensor-parallel rank of the worker."""
     shapes = {name: tensor.shape for name, tensor in empty().state_dict().items()}
     regions = {name: part(name, shape, index) for name, shape in shapes.items()}
     addresses = dict(pipes.get() for _ in range(TRAINERS))
@@ -164,7 +164,7 @@ def worker(index: int, way: str, rounds: int, pipes: Any, results: Any) -> None:
 
 
 class Memory:
-    """The memory of this process, looked at every 2 ms: its own, and its part of what is shared."""
+    """Samples this process's memory every 2 ms: private memory and a share of shared memory."""
 
     def __init__(self) -> None:
         self._before = self._peak = _memory()
@@ -173,7 +173,7 @@ class Memory:
         self._thread.start()
 
     def peak(self) -> int:
-        """The most that there was beyond what there was at first, in bytes."""
+        """Return the peak beyond the memory at the start, in bytes."""
         self._ended.set()
         self._thread.join()
         return self._peak - self._before

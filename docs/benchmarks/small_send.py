@@ -1,11 +1,11 @@
-"""Updates of a small model, beside those of TorchRL and a pipe to each worker.
+"""Measures updates of a small model, compared to TorchRL's and to a pipe for each worker.
 
     python docs/benchmarks/small_send.py | python docs/benchmarks/page.py --record small
 
-Every way has as many workers that only wait. ``pipes`` writes a byte to each worker and reads one
-from each, which is the least that waking and answering takes. Rounds come right after each other,
-or each after a pause, in which the processor's caches are lost to whatever else runs. Prints
-medians in milliseconds, and the trainer's processor time.
+In every way the same number of workers only wait. ``pipes`` writes a byte to each worker and reads
+one back, the least that waking and answering takes. Rounds follow each other directly, or after a
+pause in which other programs replace the contents of the processor's caches. Prints medians in
+milliseconds, and the trainer's processor time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _compare(workers: int, pause: float, rounds: int) -> None:
     with ExitStack() as stack:
         ways = {"pipes": stack.enter_context(_pipes(workers))}
         ways |= {name: stack.enter_context(_sender(name, workers)) for name in _SCHEMES}
-        # In turns, since the processor's speed changes in the course of a run.
+        # Alternately, since the processor's speed changes during a run.
         for _ in range(_TURNS):
             for name, way in ways.items():
                 _measure(way, pause, rounds, seconds.setdefault(name, []), cpu.setdefault(name, []))
@@ -75,7 +75,7 @@ def _compare(workers: int, pause: float, rounds: int) -> None:
 def _measure(
     way: Round, pause: float, rounds: int, seconds: list[float], used: list[float]
 ) -> None:
-    """Append the seconds of each round, and those of this process's processor time."""
+    """Append the seconds of each round, and this process's processor time."""
     for number in range(_WARM_UP + rounds):
         time.sleep(pause)
         cpu, begin = time.process_time(), time.perf_counter()
@@ -88,7 +88,7 @@ def _measure(
 
 @contextmanager
 def _sender(scheme: str, workers: int) -> Iterator[Round]:
-    # In threads, the workers' time counts as the trainer's.
+    # With threads, the workers' time counts as the trainer's.
     context: Any = multiprocessing.get_context("spawn")
     start = Thread if scheme == "thread" else context.Process
     model = make_model(_MODEL)
@@ -101,7 +101,7 @@ def _sender(scheme: str, workers: int) -> Iterator[Round]:
                     start(target=_receive, args=(sender.address(worker_id),), daemon=True)
                 )
                 started[-1].start()
-            # Workers that load torch would disturb the ways that are measured before.
+            # Workers that load torch would disturb the ways measured before.
             sender.send()
             yield sender.send
     finally:

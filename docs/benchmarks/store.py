@@ -1,20 +1,20 @@
-r"""A run in a store beside a copied checkpoint, to several readers over one link.
+r"""Compares a run in a store with a copied checkpoint, for several readers over one link.
 
     python docs/benchmarks/store.py | python docs/benchmarks/page.py --record store
 
-Tensors as SmolLM2-135M has, in bfloat16 (269 MB); from one version to the next, 0.7 % of the
-elements change. A trainer publishes to a directory, which a web server of its process serves, and
-readers are processes. ``whole``: the scheme `store`. ``increments``: the same with
-``anchor_every=``; the anchor is left out. ``copy``: the trainer writes one file by safetensors, and
-each reader downloads it to a file, loads that, and copies it into its model, as a script around
-``aws s3 sync`` does; nothing is checked. All are in a network namespace whose loopback has the rate
-of the link, which all readers share; root is needed for that, and without it only the unlimited
-link is measured. Each reader compares every element at the end.
+The tensors are those of SmolLM2-135M in bfloat16 (269 MB). Between versions, 0.7 % of the elements
+change. A trainer publishes to a directory, which a web server in its process serves; readers are
+processes. ``whole``: the scheme `store`. ``increments``: the same with ``anchor_every=``, without
+counting the anchor. ``copy``: the trainer writes one file by safetensors, and each reader downloads
+it to a file, loads it, and copies it into its model without any check, as a script with ``aws s3
+sync`` does. All processes are in a network namespace whose loopback has the rate of the link, which
+all readers share. This needs root; without it, only the unlimited link is measured. Each reader
+compares every element at the end.
 
-Prints a table: medians of seconds from the call of `send` to the last reader's commit, the share of
-the link's rate that is, megabytes and requests of a reader for each version, objects that the
-trainer wrote, and the peaks of memory in copies of the model. The default takes about four minutes;
-16 readers need 14 GB of memory.
+Prints a table: medians of seconds from the call of `send` to the last reader's commit, the used
+share of the link's rate, megabytes and requests of a reader per version, objects that the trainer
+wrote, and the peaks of memory in copies of the model. The default takes about four minutes; 16
+readers need 14 GB of memory.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ _CHANGED = 0.007
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians of one way.
+    """The medians of one way.
 
     Args:
         seconds: from the call of `send` to the last commit.
-        nbytes: that a reader was sent for a version, without headers of HTTP.
-        requests: of a reader for a version, without those for a head that is the same.
-        written: objects that the trainer wrote for a version.
-        trainer_memory: its peak beyond what it had before the first send, in copies of the model.
-        reader_memory: that of a reader.
+        nbytes: bytes sent to a reader per version, without HTTP headers.
+        requests: requests of a reader per version, without requests for an unchanged head.
+        written: objects that the trainer wrote per version.
+        trainer_memory: the trainer's peak beyond its memory before the first send, in copies of the
+            model.
+        reader_memory: the peak of a reader.
     """
 
     seconds: float
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def row(link: str, readers: int, way: str, found: Figures) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     rate = _GBITS[link] * 1e9 / 8
     cells = (
         link,
@@ -115,7 +116,7 @@ def row(link: str, readers: int, way: str, found: Figures) -> str:
 
 
 def measured_at(link: str, way: str, readers: int, versions: int) -> Figures | None:
-    """The figures of a process whose loopback has a rate; None where it cannot be limited."""
+    """Return the figures at a rate of the loopback; None if it cannot be limited."""
     command = [sys.executable, __file__, "--measure", way]
     command += ["--readers", str(readers), "--versions", str(versions)]
     if rate := _GBITS[link]:
@@ -130,7 +131,7 @@ def measured_at(link: str, way: str, readers: int, versions: int) -> Figures | N
 
 
 def weights() -> dict[str, Tensor]:
-    """Tensors of the shapes of SmolLM2-135M."""
+    """Return tensors with the shapes of SmolLM2-135M."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (49152, 576), "norm": (576,)}
     for layer in range(30):
         for name, shape in {
@@ -157,7 +158,7 @@ def train(model: dict[str, Tensor]) -> None:
 
 
 class Server(RunServer):
-    """Counts what it sends."""
+    """A web server that counts requests and bytes."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -178,7 +179,7 @@ class Server(RunServer):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Answer in threads."""
+        """For ``with``: serve on threads."""
         thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
         thread.start()
         try:
@@ -189,14 +190,14 @@ class Server(RunServer):
 
 
 class Memory:
-    """Measures the peak of this process from now on, beyond what it has now; Linux only."""
+    """Measures this process's peak of memory beyond its current memory; Linux only."""
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         self._before = self._peak()
 
     def peak(self) -> int:
-        """Bytes since then."""
+        """Return the peak since then, in bytes."""
         return self._peak() - self._before
 
     @staticmethod
@@ -206,7 +207,7 @@ class Memory:
 
 
 def measure(way: str, readers: int, versions: int) -> Figures:
-    """Medians of the versions after the first, in one way."""
+    """Return the medians of one way, without the first version."""
     model = weights()
     nbytes = sum(tensor.nbytes for tensor in model.values())
     context = multiprocessing.get_context("spawn")
@@ -220,7 +221,7 @@ def measure(way: str, readers: int, versions: int) -> Figures:
         ):
             address = sender.address()
             address = replace(address, endpoint=replace(address.endpoint, urls=[server.url]))
-            # The web server of runs sends no files of other names.
+            # The web server of runs serves no files with other names.
             (folder / "objects").mkdir(exist_ok=True)
             url = f"{server.url}/objects/{'0' * 64}"
             pipes, processes = [], []
@@ -249,7 +250,7 @@ def measure(way: str, readers: int, versions: int) -> Figures:
                 reader_peaks.append(reader_peak)
             for process in processes:
                 process.join()
-    # The first version of the others is an anchor, or opens connections.
+    # The first version is an anchor or opens connections, so it is not counted.
     medians = map(median, zip(*found[1:], strict=True))
     return Figures(*medians, peak / nbytes, max(reader_peaks) / nbytes)
 
@@ -261,7 +262,7 @@ def send(
     server: Server,
     pipes: list[Connection],
 ) -> tuple[float, float, float, float]:
-    """Publish a version; seconds, bytes and requests of a reader, objects written."""
+    """Publish a version; return seconds, bytes and requests of a reader, and objects written."""
     sent, answers, before = server.sent, server.answers, _files(server.directory)
     began = time.monotonic()
     if way == "copy":
@@ -273,7 +274,7 @@ def send(
         written = 1
     else:
         sender.send()
-        # HEAD is replaced.
+        # HEAD is replaced, not added.
         written = len(_files(server.directory) - before) + 1
     ended = max(pipe.recv() for pipe in pipes)
     readers = len(pipes)
@@ -290,7 +291,7 @@ def _files(directory: Path) -> set[Path]:
 
 
 def read(connection: Connection) -> None:
-    """Receive versions; say when each was committed."""
+    """Receive versions, and report the time of each commit."""
     torch.set_num_threads(1)
     address, versions = connection.recv()
     model = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
@@ -304,7 +305,7 @@ def read(connection: Connection) -> None:
 
 
 def copy(connection: Connection) -> None:
-    """Download a file, load it, and copy it into a model; say when each time."""
+    """Download a file, load it and copy it into a model, and report the time of each."""
     torch.set_num_threads(1)
     url, versions = connection.recv()
     host, name = url.removeprefix("http://").split("/", 1)
@@ -327,7 +328,7 @@ def copy(connection: Connection) -> None:
 
 
 def finish(connection: Connection, model: dict[str, Tensor], memory: Memory) -> None:
-    """Say whether every element is the trainer's, and the peak of memory."""
+    """Report whether every element equals the trainer's, and the peak of memory."""
     peak = memory.peak()
     expected = load_file(connection.recv())
     same = all(torch.equal(model[name], tensor) for name, tensor in expected.items())

@@ -1,18 +1,17 @@
-r"""Bytes that readers of shards read of a run that one process, or several ranks, have written.
+r"""Measures the bytes that readers of shards read from a run of one process or of several ranks.
 
     python docs/benchmarks/store_ranks.py | python docs/benchmarks/page.py --record store-ranks
 
 ``small``: one layer of SmolLM2-135M and an embedding of 1,024 rows, in bfloat16 (9 MB).
-``SmolLM2-135M``: all of it (269 MB). A trainer is one process, or four ranks (in threads here),
-which hold the rows of a quarter of each tensor, as FSDP2 cuts them, or the columns; tensors of one
-dimension are cut too. Readers hold rows or columns in the same way; a reader of all assembles it.
-All read by HTTP. Each reader compares every element.
+``SmolLM2-135M``: the whole model (269 MB). The trainer is one process, or four ranks (in threads
+here). Each rank holds a quarter of the rows of each tensor, as with FSDP2, or of the columns;
+one-dimensional tensors are split too. Readers hold rows or columns in the same way, or the whole
+model. All read by HTTP. Each reader compares every element.
 
-Prints a table: seconds in which a version was published into the directory, the median of three
-that follow the first; the bytes of a shard; what the last but one of the readers was sent for it,
-with the head, the manifest and the lists of chunks; and the number of requests. The first version
-of a reader costs one request more, for the list of the parts of ranks. The default takes about a
-minute.
+Prints a table: the seconds to publish a version into the directory, the median of three after the
+first; the bytes of a shard; the bytes sent to the last but one of the readers, including the head,
+the manifest and the lists of chunks; and the number of requests. A reader's first version costs one
+more request, for the list of the ranks' parts. The default takes about a minute.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def main() -> None:
 
 
 def models() -> dict[str, dict[str, Tensor]]:
-    """The models by name."""
+    """Return the models by name."""
     whole = weights()
     names = [name for name in whole if name.startswith(("layers.0.", "norm"))]
     small = {"embed": whole["embed"][:1024].clone(), **{name: whole[name] for name in names}}
@@ -74,7 +73,7 @@ def models() -> dict[str, dict[str, Tensor]]:
 
 
 def region_of(shape: tuple[int, ...], axis: int, rank: int, size: int) -> Region:
-    """The part of a tensor that a rank has; of one dimension, there are only rows."""
+    """Return the part of a tensor that a rank has; one-dimensional tensors have only rows."""
     axis = min(axis, len(shape) - 1)
     step = -(-shape[axis] // size)
     bounds = (min(rank * step, shape[axis]), min((rank + 1) * step, shape[axis]))
@@ -82,7 +81,7 @@ def region_of(shape: tuple[int, ...], axis: int, rank: int, size: int) -> Region
 
 
 def take(tensor: Tensor, region: Region) -> Tensor:
-    """The part of a tensor."""
+    """Return the part of a tensor."""
     return tensor[tuple(slice(*bounds) for bounds in region)]
 
 
@@ -90,7 +89,7 @@ def take(tensor: Tensor, region: Region) -> Tensor:
 def published(
     model: dict[str, Tensor], directory: Path, axis: int, size: int
 ) -> Iterator[tuple[Address, float]]:
-    """Publish versions from some ranks; return an address, and the seconds that one took."""
+    """Publish versions from several ranks; return an address, and the seconds of one version."""
     key = str(directory.with_name("key.pem"))
     options = {"url": str(directory), "key": key, "chunks": True}
     with ExitStack() as ends:
@@ -117,7 +116,7 @@ def published(
 
 
 def row(model: dict[str, Tensor], address: Address, cut: tuple[int, int]) -> str:
-    """The figures of a reader."""
+    """Return the figures of a reader."""
     axis, size = cut
     rank = max(0, size - 2)
     regions = {name: region_of(tuple(t.shape), axis, rank, size) for name, t in model.items()}
@@ -126,7 +125,7 @@ def row(model: dict[str, Tensor], address: Address, cut: tuple[int, int]) -> str
         address = replace(address, endpoint=replace(address.endpoint, urls=[server.url]))
         target = mine if size == 1 else Part(mine, regions)
         with Receiver(address, target) as receiver:
-            # What making a receiver costs is not a version's.
+            # Making a receiver is not part of a version.
             server.sent, server.answers = 0, 0
             assert receiver.receive() == _VERSIONS
         sent, answers = server.sent, server.answers

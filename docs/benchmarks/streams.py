@@ -1,12 +1,12 @@
-"""A model of 135M parameters on four FSDP2 ranks, gathered a tensor at a time or as a whole.
+"""Compares gathering a model from four FSDP2 ranks tensor by tensor and as a whole.
 
     python docs/benchmarks/streams.py | python docs/benchmarks/page.py --record streams
 
 ``stream``: ``gathered(model)``, which gathers one tensor, packs it, and gathers the next.
-``whole``: all tensors are gathered before the first is packed. One worker, in its own process.
-The clock runs from a barrier of the ranks until all have sent the version; ``first byte`` is when
-the worker knew of the version, by its own report. Memory is the peak beyond what a rank had before
-the first send, divided by the size of the model; pages that processes share count in parts. The
+``whole``: all tensors are gathered before the first is packed. The worker is one process. The time
+is from a barrier of the ranks until all have sent the version; ``first byte`` is when the worker
+learned of the version, by its own report. Memory is the peak beyond a rank's memory before the
+first send, divided by the size of the model; each process counts its share of shared pages. The
 worker compares every element after the last send.
 """
 
@@ -32,7 +32,7 @@ from sync_core.models import ComputedWeights, tensors_of_rank
 from sync_plugin_scale import Chunked
 
 RANKS = 4
-# The tensors of SmolLM2-135M, whose head is its embedding.
+# The tensors of SmolLM2-135M, whose output layer shares the embedding.
 WIDTH, INNER, KEYS, LAYERS, WORDS = 576, 1536, 192, 30, 49152
 _WARM_UP = 2
 _SCHEMES: dict[str, Any] = {
@@ -47,7 +47,7 @@ class Whole(ComputedWeights):
     """All tensors of a model, gathered before the first is packed."""
 
     def read(self, strategy: Any) -> dict[str, torch.Tensor]:
-        """Gather them."""
+        """Gather all tensors."""
         return {
             name: tensor.full_tensor()  # type: ignore[attr-defined]
             for name, tensor in tensors_of_rank(self.model, strategy).items()
@@ -77,14 +77,14 @@ class Net(nn.Module):
 
 
 def empty() -> nn.Module:
-    """A model without memory."""
+    """Return a model without memory."""
     with torch.device("meta"):
         return Net().to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The task of one rank, and where its results go."""
+    """The task of one rank, and the file for its results."""
 
     way: str
     scheme: str
@@ -94,7 +94,7 @@ class Run:
 
 
 def trainer(rank: int, run: Run) -> None:
-    """One rank of the trainer."""
+    """Run one rank of the trainer."""
     model = empty()
     mesh = DeviceMesh("cpu", list(range(RANKS)))
     for layer in model.layers:  # type: ignore[union-attr]
@@ -105,7 +105,7 @@ def trainer(rank: int, run: Run) -> None:
         parameter.detach().fill_(number % 61)
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     weights = gathered(model) if run.way == "stream" else Whole(model)
-    # Both find the model's tensors once; the pages of that are not of a send.
+    # Both ways find the model's tensors first, so that this memory does not count for a send.
     distributed.barrier()
     memory = Memory()
     with Sender(
@@ -133,7 +133,7 @@ def trainer(rank: int, run: Run) -> None:
 
 
 def worker(versions: int, pipe: Any, results: Any) -> None:
-    """The worker."""
+    """Run the worker."""
     torch.set_num_threads(1)
     model = empty().to_empty(device="cpu")
     with Receiver(pipe.get(timeout=120), model) as receiver:

@@ -1,7 +1,7 @@
-"""Times TorchRL's own collectors on what `sync_collector.bench.measure` measures.
+"""Times TorchRL's collectors with the measurements of `sync_collector.bench.measure`.
 
-Written against torchrl 0.14.1. The same policy, frames per batch and updates; one torch thread in
-each worker, as ours have.
+Written against torchrl 0.14.1. Policy, frames per batch and updates are the same, with one torch
+thread in each worker, as in ours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def measure(
 ) -> list[float]:
     """Return frames per second by round, in a mode of `sync_collector.bench.measure.MODES`.
 
-    With the scheme ``"ray"`` the workers are Ray's, as ours are then.
+    With the scheme ``"ray"``, workers are Ray actors, as in our collector.
     """
     policy = TensorDictModule(BenchPolicy(env), in_keys=["observation"], out_keys=["action"])
     make = partial(GymEnv, env)
@@ -40,7 +40,7 @@ def measure(
             policy,
             sync=mode == "sync",
             remote_configs={"num_cpus": 1, "num_gpus": 0},
-            # It takes -1 for none.
+            # TorchRL's collector uses -1 for none.
             **options | {"total_frames": 10**9},
         )
     else:

@@ -1,9 +1,10 @@
-"""Updates of a TorchRL collector, by its own schemes and by ours, in turn, in one run.
+"""Compares updates of a TorchRL collector by its own schemes and by ours, alternately in one run.
 
     python docs/benchmarks/torchrl_collectors.py
 
 Prints a Markdown table of medians in milliseconds of `update_policy_weights_()` between two
-batches, which returns when every worker has the weights. A ratio is TorchRL's median over ours.
+batches, which returns when every worker has the weights. A ratio is TorchRL's median divided by
+ours.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _FIRST_WEIGHTS_SECONDS = 300.0
 
 
 class PatientScheme(MultiProcessWeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
-    """TorchRL's scheme, whose workers wait for the first weights of large models, too."""
+    """TorchRL's scheme, but its workers also wait for the first weights of large models."""
 
     def connect(self, **kwargs: Any) -> None:
-        """Connect, and do not give up after 10 seconds."""
+        """Connect without the limit of 10 seconds."""
         for transport in (self.receiver_transport, *(self.sender_transports or {}).values()):
             if transport is not None:
                 transport.timeout = _FIRST_WEIGHTS_SECONDS
@@ -51,7 +52,7 @@ _THEIRS = {"shm": "SharedMem", "mp": "MultiProcess"}
 
 
 class Policy(nn.Module):
-    """A policy that has the weights of a benchmark's model."""
+    """A policy with the weights of a benchmark's model."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
-    # A tensor in shared memory may be an open file.
+    # A tensor in shared memory may need an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     print("| model | scheme | ours | TorchRL | TorchRL / ours |")

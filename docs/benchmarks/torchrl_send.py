@@ -1,15 +1,15 @@
 """Times TorchRL's own weight update: from the trainer's call until every worker has applied it.
 
-Written against torchrl 0.14.1, and given what was fastest for it on two cores: one torch thread in
-each worker, torch's "file_system" sharing (with "file_descriptor" every tensor handle of
-the pipe scheme is a socket connection back to the trainer), and a TensorDict that was taken from
-the module beforehand. A background thread in each worker receives, applies and acknowledges; `send`
-returns when it has all acknowledgements.
+Written against torchrl 0.14.1, with the fastest settings for it on two cores: one torch thread in
+each worker, torch's "file_system" sharing (with "file_descriptor" every tensor handle of the pipe
+scheme is a socket connection back to the trainer), and a TensorDict made from the module
+beforehand. A background thread in each worker receives, applies and acknowledges; `send` returns
+when it has all acknowledgements.
 
 ``shared`` is SharedMemWeightSyncScheme with a buffer beside the trainer's model: `send` copies into
 the buffer once, and the workers' parameters are that buffer, so nothing moves in the workers (and a
 worker in the middle of a forward pass reads a mixture). ``mp`` is MultiProcessWeightSyncScheme with
-workers that have parameters of their own.
+workers that have their own parameters.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def measure(
     Args:
         scheme: ``shared`` or ``mp``.
         model: the model's name.
-        workers: how many.
-        rounds: how many count.
-        pause: seconds before each.
+        workers: the number of workers.
+        rounds: the number of rounds measured.
+        pause: the seconds before each round.
     """
     _prepare_process()
     context = multiprocessing.get_context("spawn")
@@ -115,7 +115,7 @@ def _work(index: int, scheme: Any, model_name: str, pipe: Any) -> None:
     pipe.recv()
     transport = scheme.receiver_transport
     if isinstance(scheme, MultiProcessWeightSyncScheme):
-        # It gives up after 10 s, too soon for the first weights of the large models.
+        # TorchRL gives up after 10 s, too soon for the first weights of large models.
         transport.timeout = _FIRST_WEIGHTS_SECONDS
     scheme.connect(worker_idx=index)
     pipe.send("connected")
@@ -127,7 +127,7 @@ def _work(index: int, scheme: Any, model_name: str, pipe: Any) -> None:
 
 
 def _prepare_process() -> None:
-    # A tensor in shared memory may be an open file.
+    # A tensor in shared memory may need an open file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     multiprocessing.set_sharing_strategy("file_system")

@@ -1,11 +1,11 @@
-"""The time between the commits of two workers, with ``two_phase::`` and without.
+"""Measures the time between the commits of two workers, with ``two_phase::`` and without.
 
     python docs/benchmarks/two_phase.py | python docs/benchmarks/page.py --record two_phase
 
-It takes about five minutes. Workers are processes of this machine, which do nothing but receive.
-Where one is late, the last worker does something else for this time after each version, as with a
-longer step. The spread is the time from the first worker's commit to the last one's, by a clock
-that they share. The two ways take turns, five sends at a time.
+Takes about five minutes. Workers are processes on this machine that only receive. In rows with a
+late worker, the last worker is busy for this time after each version, as with a longer step. The
+spread is the time from the first worker's commit to the last one's, by a shared clock. The two ways
+alternate, with five sends at a time.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from sync_core import Address, Receiver, Sender, SenderLostError
 
 _TIMEOUT = 120.0
 WAYS = ("", "two_phase::")
-# Sends that are not counted, and those of one turn.
+# The number of sends that are not counted, and of sends in one turn.
 WARM_UP, _TURN = 5, 5
 
 
 def weights(mb: float) -> dict[str, torch.Tensor]:
-    """A model of so many MB."""
+    """Return a model of some MB."""
     return {"w": torch.zeros(int(mb * 1e6) // 4)}
 
 
 def work(pickled: bytes, cluster: str, mb: float, late: float, pipe: Connection) -> None:
-    """Receive until the sender is gone, and return the moments of all commits by version."""
+    """Receive until the sender is gone; return the time of each commit by version."""
     torch.set_num_threads(1)
     if cluster:
         ray.init(cluster, log_to_driver=False)
@@ -52,7 +52,7 @@ def work(pickled: bytes, cluster: str, mb: float, late: float, pipe: Connection)
         pipe.send(None)
         with suppress(SenderLostError):
             while receiver.receive():
-                # The step stands for any work.
+                # Stands for any work, such as a longer step.
                 time.sleep(late)
     pipe.send(moments)
 
@@ -62,9 +62,9 @@ class Fleet:
 
     Args:
         scheme: of the sender.
-        workers: how many there are.
+        workers: the number of workers.
         mb: the size of the model, in MB.
-        late: how long the last worker does something else between versions, in seconds.
+        late: how long the last worker is busy between versions, in seconds.
     """
 
     def __init__(self, scheme: str, workers: int, mb: float, late: float) -> None:
@@ -100,7 +100,7 @@ class Fleet:
         self.seconds.append(self.sender.send().seconds)
 
     def spreads(self) -> list[float]:
-        """End the workers, and return the spread of each version in seconds."""
+        """Stop the workers, and return the spread of each version in seconds."""
         self.sender.close()
         moments = defaultdict(list)
         for pipe in self._pipes:
@@ -109,7 +109,7 @@ class Fleet:
         return [max(found) - min(found) for _, found in sorted(moments.items())]
 
     def close(self) -> None:
-        """End everything."""
+        """Close the sender, and stop the workers."""
         self.sender.close()
         for process in self._processes:
             process.join(10)

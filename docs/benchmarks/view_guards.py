@@ -1,12 +1,12 @@
-"""Measure guards that let a worker write to weights that it only views.
+"""Measures guards that let a worker write to weights that it only views.
 
     python docs/benchmarks/view_guards.py | python docs/benchmarks/page.py --record guards
 
-A worker that views a version writes to memory that others read. With a private mapping, the kernel
-gives it its own copy of each page that it writes to; then this page must be found or dropped before
-the memory has another version, or the worker acts with parts of two. Each way is measured after
-another process would have written the next version. Prints medians of processor time in
-milliseconds, and the bytes that the worker has alone after that.
+A worker that views a version would write to memory that others read. With a private mapping, the
+kernel gives it its own copy of each page that it writes to. Such pages must be found or dropped
+before the memory gets another version; otherwise the worker acts with parts of two versions. Each
+guard is measured at the point where another process would have written the next version. Prints
+medians of processor time in milliseconds, and the worker's private bytes after that.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _drop(memory: mmap.mmap, view: Array) -> None:
 
 
 def _populate(view: Array) -> None:
-    """Map all pages to be read: MAP_POPULATE would copy each, as if it were written to."""
+    """Map all pages for reading: MAP_POPULATE would copy each page as if it were written to."""
     address, nbytes = ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(view))
     if ctypes.CDLL(None).madvise(address, nbytes, _MADV_POPULATE_READ):
         raise OSError("MADV_POPULATE_READ needs Linux 5.14")
@@ -115,7 +115,7 @@ def _scan(pagemap: int, view: Array) -> int:
     found = (ctypes.c_uint64 * 3 * _REGIONS)()
     begin, inverted, required = view.ctypes.data, _OF_FILE, _OF_FILE | _PRESENT
     places = (begin, begin + len(view), 0, ctypes.addressof(found), _REGIONS, 0)
-    # Present, and of no file: the bit of files is inverted before all are compared.
+    # A page that is present and not from a file; the file bit is inverted for the comparison.
     words = (96, 0, *places, inverted, required, 0, required)
     return fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(struct.pack("12Q", *words)))
 

@@ -1,9 +1,10 @@
-"""Learn CartPole with PPO: workers collect, the trainer learns, and the weights go back by name.
+"""Learn CartPole with PPO: workers collect, the trainer learns, and updates the workers.
 
     python docs/examples/cartpole.py --scheme shm --workers 2
 
-``--scheme`` alone changes how the weights travel. With ``--ahead``, workers collect while
-the trainer learns, so that their policies lag behind. Ends with code 1 if CartPole was not learned.
+To change how the weights are sent, only change ``--scheme``. With ``--ahead``, workers collect
+while the trainer learns, so their policies lag behind. Ends with code 1 if CartPole was not
+learned.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ LEARNING_RATE, ENTROPY_WEIGHT = 1e-3, 0.005
 
 
 def network(outputs: int, scale: float = 1.0) -> nn.Sequential:
-    """Two layers of 64, and outputs that are small at first for a small scale."""
+    """Return a network of two layers of width 64; a small scale makes its first outputs small."""
     last = nn.Linear(64, outputs)
     last.weight.data *= scale
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), last)
 
 
 class Policy(nn.Module):
-    """Samples an action; the trainer's and, as a copy, the one in each worker."""
+    """Samples an action, in the trainer and, as a copy, in each worker."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Policy(nn.Module):
 
 @dataclass(frozen=True)
 class Point:
-    """The figures of one update, for the picture."""
+    """The figures of one update, for the plot."""
 
     frames: int
     mean: float
@@ -64,7 +65,7 @@ class Point:
 
 
 class Trainer:
-    """PPO."""
+    """Trains with PPO."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -73,7 +74,7 @@ class Trainer:
         self._optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE, eps=1e-5)
 
     def learn(self, batch: TensorDictBase, remaining: float) -> None:
-        """Improve policy and value with a batch, by less as the end comes near."""
+        """Train policy and value with a batch; the learning rate falls towards the end."""
         for group in self._optimizer.param_groups:
             group["lr"] = LEARNING_RATE * remaining
         advantage, target = self._advantages(batch)
@@ -95,9 +96,9 @@ class Trainer:
 
     @torch.no_grad()
     def _advantages(self, batch: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Generalised advantages, and the targets of the value; time is the last dimension."""
+        """Return generalised advantages and value targets; time is the last dimension."""
         value = self._value(batch["observation"]).squeeze(-1)
-        # The true last observation of an episode: one cut short still has a value.
+        # The true last observation of an episode: after a truncation it still has a value.
         next_value = self._value(batch["next", "observation"]).squeeze(-1)
         terminated = batch["next", "terminated"].squeeze(-1).float()
         done = batch["next", "done"].squeeze(-1).float()
@@ -147,7 +148,7 @@ def draw(points: list[Point], path: Path, title: str) -> None:
 
 
 def run(args: argparse.Namespace) -> bool:
-    """Learn, and say whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(args.seed)
     # The networks are small, and workers need the cores.
     torch.set_num_threads(1)
@@ -189,7 +190,7 @@ def run(args: argparse.Namespace) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--scheme", default="shm", help="how the weights travel (sync-core list)")
     parser.add_argument("--workers", type=int, default=2)

@@ -2,9 +2,9 @@
 
     python docs/examples/companions.py
 
-Each has a counterpart that this project provides (`sync_tools.StatusServer`,
-`sync_plugin_std.Restart`, `sync_plugin_scale.Pool`) and none needs more of the
-sender than these do. The decision docs/decisions/0028-companions.md says what a companion is.
+Each does the work of a class of this project (`sync_tools.StatusServer`, `sync_plugin_std.Restart`,
+`sync_plugin_scale.Pool`) by the same public interface of the sender. See
+docs/decisions/0028-companions.md for what a companion is.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StatusFile:
         self._unregister = sender.on_close(partial(path.unlink, missing_ok=True))
 
     def close(self) -> None:
-        """Write no more, and remove the file."""
+        """Stop writing, and remove the file."""
         self._unsubscribe()
         self._unregister()
         self._path.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ class StatusFile:
 
 
 class OpenPool:
-    """Workers that come and go: each that joins is given an address, each that leaves is removed.
+    """Lets workers join and leave: gives each an address, and removes those that left.
 
     Args:
         sender: the sender; it is not kept alive.
@@ -88,7 +88,7 @@ class OpenPool:
         self._unregister = sender.settle_failures(self._settle)
 
     def join(self) -> Address:
-        """Return the address of one more worker."""
+        """Add a worker, and return its address."""
         sender = self._sender()
         if sender is None:
             raise ClosedError("the sender is gone")
@@ -97,7 +97,7 @@ class OpenPool:
         return sender.address(worker_id)
 
     def close(self) -> None:
-        """Remove no more workers."""
+        """Stop removing workers."""
         self._unsubscribe()
         self._unregister()
 
@@ -106,7 +106,7 @@ class OpenPool:
             self._remove(event.worker_id)
 
     def _settle(self, report: SendReport) -> SendReport:
-        """Remove the workers that left during a send, for which the send is not to raise."""
+        """Remove the workers that left during a send, so that the send does not raise."""
         workers = dict(report.workers)
         for worker_id, result in report.failed.items():
             if worker_id in self._joined and isinstance(result.error, WorkerLostError):
@@ -122,11 +122,11 @@ class OpenPool:
 
 
 class Respawn(FailurePolicy):
-    """Replaces a worker that fails, a number of times, then drops it.
+    """Replaces failed workers a number of times, then drops them.
 
     Args:
-        start: starts a worker, with its address.
-        times: how many times in all.
+        start: starts a worker with an address.
+        times: the total number of replacements.
     """
 
     def __init__(self, start: Callable[[Address], object], times: int = 3) -> None:
@@ -134,7 +134,7 @@ class Respawn(FailurePolicy):
         self._left = times
 
     def __call__(self, failure: WorkerFailure) -> Literal["drop"] | Callable[[], object]:
-        """Return what is done about a worker that failed."""
+        """Return what to do about a failed worker."""
         if not self._left:
             return "drop"
         self._left -= 1
@@ -142,10 +142,10 @@ class Respawn(FailurePolicy):
 
 
 def serve(address: Address, versions: int) -> threading.Thread:
-    """Start a worker that commits some versions, and ends."""
+    """Run a worker that commits some versions, and ends."""
 
     def work() -> None:
-        # The sender may have ended before this worker has started.
+        # The sender may end before this worker has started.
         with (
             suppress(AddressError, SenderLostError),
             Receiver(address, nn.Linear(4, 2)) as receiver,
@@ -159,7 +159,7 @@ def serve(address: Address, versions: int) -> threading.Thread:
 
 
 def main() -> None:
-    """Send four versions to workers that end after two, with all three companions."""
+    """Send four versions with all three companions, to workers that end after two."""
     threads: list[threading.Thread] = []
 
     def start(address: Address) -> None:

@@ -2,8 +2,8 @@
 
     python docs/examples/dqn.py
 
-The exploration rate is a buffer of the policy, so each update brings the workers the newest one.
-Ends with status 0 when the mean return of the last 100 episodes has reached ``--goal``.
+The exploration rate is a buffer of the policy, so each update also sends it to the workers. Ends
+with status 0 when the mean return of the last 100 episodes has reached ``--goal``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sync_collector import BatchOptions, Collector
 GAMMA, TAU, LEARNING_RATE = 0.99, 0.01, 1e-3
 FRAMES_PER_BATCH, STEPS_PER_BATCH, MINIBATCH = 256, 64, 128
 RANDOM_FRAMES, CAPACITY = 2_000, 100_000
-#: From 1.0, linearly over these frames.
+#: The exploration rate falls from 1.0 linearly over this number of frames.
 LEAST_EPSILON, EXPLORATION_FRAMES = 0.02, 15_000
 
 
 class Policy(nn.Module):
-    """Gives the action of the highest value, or a random one."""
+    """Returns the action with the highest value, or a random one."""
 
     epsilon: Tensor
 
@@ -46,7 +46,7 @@ class Policy(nn.Module):
 
 
 class ReplayBuffer:
-    """The newest frames."""
+    """Keeps the newest frames."""
 
     def __init__(self) -> None:
         self._frames: TensorDict | None = None
@@ -73,11 +73,11 @@ class ReplayBuffer:
 def learn(
     part: TensorDictBase, policy: Policy, target: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Improve the values, and let the target network follow them slowly."""
+    """Train the values, and move the target network slowly towards them."""
     following = part["next", "observation"]
     with torch.no_grad():
         best = policy.values(following).argmax(-1, keepdim=True)
-        # Truncated episodes have a future, terminated ones have none.
+        # A truncated episode has future rewards, a terminated one has none.
         future = target(following).gather(-1, best) * ~part["next", "terminated"]
         wanted = part["next", "reward"] + GAMMA * future
     taken = policy.values(part["observation"]).gather(-1, part["action"].unsqueeze(-1))
@@ -92,7 +92,7 @@ def learn(
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policy, buffer = Policy(), ReplayBuffer()

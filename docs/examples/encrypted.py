@@ -1,4 +1,4 @@
-"""A scheme that wraps another, and encrypts what it carries: ``encrypted::dist``.
+"""A scheme that wraps another and encrypts its versions: ``encrypted::dist``.
 
     pip install cryptography
     export SYNC_KEY=$(python -c "import secrets; print(secrets.token_hex(32))")
@@ -41,8 +41,9 @@ class Encrypted(WrappingScheme):
     """Encrypts versions between the trainer and its workers.
 
     Args:
-        inner: the scheme that carries what is encrypted.
-        variable: the environment variable that has the key at both ends, 64 hexadecimal digits.
+        inner: the scheme that sends the encrypted versions.
+        variable: the environment variable with the key, 64 hexadecimal digits, in trainer and
+            workers.
     """
 
     wrapper: ClassVar[str] = "encrypted"
@@ -80,7 +81,7 @@ class EncryptingSender(WrappingSender):
         self._cipher = cipher
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
-        """Encrypt the payload and send it under the same number."""
+        """Encrypt the payload, and send it with the same version number."""
         nonce, number = secrets.token_bytes(_NONCE_NBYTES), payload.version.to_bytes(8, "big")
         data = nonce + self._cipher.encrypt(nonce, payload.to_bytes(), number)
         source = (torch.frombuffer(bytearray(data), dtype=torch.uint8),)
@@ -97,7 +98,7 @@ class DecryptingReceiver(WrappingReceiver):
         self._worker_id = worker_id
 
     def receive(self, timeout: float) -> Payload | None:
-        """Return the newest version, decrypted; refuse one that was changed on its way."""
+        """Return the newest version, decrypted; raise an error if it was changed in transit."""
         payload = self.transport.receive(timeout)
         if payload is None:
             return None

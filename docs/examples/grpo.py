@@ -2,9 +2,9 @@
 
     python docs/examples/grpo.py --engine vllm --scheme shm
 
-``--engine hf`` samples in worker processes with Hugging Face's own ``generate`` instead, and
-``--model tiny`` trains a model of 2 million parameters on the spot rather than take SmolLM2-135M.
-Ends with code 1 if, for any seed, the last quarter of the steps was not rewarded better than the
+``--engine hf`` samples in worker processes with Hugging Face's ``generate`` instead. ``--model
+tiny`` first trains a model of 2 million parameters, instead of loading SmolLM2-135M. Ends with code
+1 if, for any seed, the mean reward of the last quarter of the steps is not better than that of the
 first.
 """
 
@@ -33,21 +33,22 @@ from torch import Tensor
 from sync_core import Receiver, Sender
 from sync_plugin_std.workers import ProcessGroup
 
-#: The last quarter must be rewarded better than the first by this much; rewards are 0 to 1.
+#: The mean reward of the last quarter must exceed that of the first by this much; rewards are
+#: between 0 and 1.
 MARGIN = 0.05
 TIMEOUT = 300.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One reply, and the version of the weights that made it."""
+    """One reply, and the version of the weights that generated it."""
 
     tokens: list[int]
     version: int
 
 
 class Language(ABC):
-    """A checkpoint, and the texts that its tokens stand for."""
+    """A checkpoint and its tokenizer."""
 
     path: Path
     end: int
@@ -57,14 +58,14 @@ class Language(ABC):
 
     @abstractmethod
     def ask(self, a: int, b: int) -> list[int]:
-        """The tokens of a question."""
+        """Return the tokens of a question."""
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> str:
-        """The text of a reply."""
+        """Return the text of a reply."""
 
     def load(self) -> Any:
-        """The model, in float32."""
+        """Load the model in float32."""
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
@@ -115,7 +116,7 @@ class SmolLM2(Language):
 
 
 class Tiny(Language):
-    """A Llama of 2 million parameters, which learns from three kinds of answers on the spot."""
+    """A Llama of 2 million parameters, pretrained here on three kinds of answers."""
 
     longest_reply = 8
     learning_rate = 3e-4
@@ -171,12 +172,12 @@ class Tiny(Language):
 
 
 def question(chance: random.Random) -> tuple[int, int]:
-    """Two numbers whose sum is asked for."""
+    """Return the question for the sum of two numbers."""
     return chance.randint(0, 9), chance.randint(0, 9)
 
 
 def reward(reply: str, a: int, b: int, brevity: float) -> float:
-    """0 to 1: for the right number, for a short reply, and for one that is nothing but a number.
+    """Return a reward from 0 to 1: for the right number, brevity, and a bare number.
 
     Args:
         reply: the text.
@@ -194,12 +195,12 @@ def reward(reply: str, a: int, b: int, brevity: float) -> float:
 
 
 def brevity(language: Language, tokens: Sequence[int]) -> float:
-    """See `reward`."""
+    """Return the brevity of a reply; see `reward`."""
     return 1 - len(tokens) / language.longest_reply if language.end in tokens else 0.0
 
 
 class Sampler(ABC):
-    """Workers that reply with a copy of the model."""
+    """The interface of workers that reply with a copy of the model."""
 
     num_workers: int
 
@@ -209,22 +210,22 @@ class Sampler(ABC):
 
     @abstractmethod
     def refresh(self, sender: Sender) -> tuple[float, float, int]:
-        """Send the model; how long that took, and the workers paused, in seconds; and bytes."""
+        """Send the model; return the seconds of the send and of the pause, and the bytes."""
 
     @abstractmethod
     def sample(self, prompts: list[list[int]], each: int, seed: int) -> list[list[Sample]]:
-        """Reply to each prompt ``each`` times."""
+        """Return ``each`` replies to each prompt."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
 
 
 class VllmSampler(Sampler):
     """A vLLM engine in its own process."""
 
     def __init__(self, language: Language) -> None:
-        # Read by vLLM when it is imported.
+        # vLLM reads these when it is imported.
         os.environ.setdefault("VLLM_PLUGINS", "sync_core")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
@@ -252,7 +253,7 @@ class VllmSampler(Sampler):
         self._target.connect(sender)
 
     def refresh(self, sender: Sender) -> tuple[float, float, int]:
-        del sender  # the target knows it
+        del sender  # the target knows the model
         report = self._target.send()
         return report.seconds, self._target.engines[0].pause_seconds, report.nbytes
 
@@ -280,7 +281,7 @@ class VllmSampler(Sampler):
 
 
 class HfWorker:
-    """A copy of the model in a worker process."""
+    """Replies with a copy of the model in a worker process."""
 
     def __init__(self, language: Language) -> None:
         torch.set_num_threads(language.threads)
@@ -295,12 +296,12 @@ class HfWorker:
         self._receiver = Receiver(address, self._model)
 
     def refresh(self) -> None:
-        """Take the newest version."""
+        """Receive the newest version."""
         assert self._receiver is not None
         self._receiver.receive()
 
     def sample(self, prompts: list[list[int]], each: int, seed: int) -> list[list[Sample]]:
-        """Reply to each prompt ``each`` times."""
+        """Return ``each`` replies to each prompt."""
         assert self._receiver is not None
         torch.manual_seed(seed)
         language, replies = self._language, []
@@ -324,12 +325,12 @@ class HfWorker:
 
 
 def _until(tokens: list[int], end: int) -> list[int]:
-    """The tokens up to the end of the reply, and that."""
+    """Return the tokens up to and including the end of the reply."""
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
 class HfSampler(Sampler):
-    """Worker processes that generate with Hugging Face's own code."""
+    """Generates in worker processes with Hugging Face's ``generate``."""
 
     def __init__(self, language: Language, num_workers: int = 1) -> None:
         self.num_workers = num_workers
@@ -365,7 +366,7 @@ class HfSampler(Sampler):
 
 @dataclass
 class Run:
-    """The figures of one seed, a list entry for each step."""
+    """The figures of one seed, one list entry per step."""
 
     seed: int
     rewards: list[float] = field(default_factory=list)
@@ -377,19 +378,19 @@ class Run:
 
     @property
     def quarters(self) -> tuple[float, float]:
-        """The mean reward of the first quarter of the steps, and of the last."""
+        """Return the mean reward of the first and of the last quarter of the steps."""
         size = max(1, len(self.rewards) // 4)
         return sum(self.rewards[:size]) / size, sum(self.rewards[-size:]) / size
 
     @property
     def learned(self) -> bool:
-        """Return whether the last quarter is better than the first."""
+        """Return whether the last quarter is better than the first by the margin."""
         first, last = self.quarters
         return last >= first + MARGIN
 
 
 class Trainer:
-    """GRPO: rewards are compared among the replies to one prompt; each batch is used once."""
+    """Trains with GRPO: replies to the same prompt are compared; each batch is used once."""
 
     def __init__(self, language: Language, *, bf16: bool) -> None:
         self._language = language
@@ -400,11 +401,11 @@ class Trainer:
         )
 
     def learn(self, prompts: list[list[int]], replies: list[list[Sample]], rewards: Tensor) -> None:
-        """Make replies with better rewards than the others to their prompt more likely.
+        """Make replies with a better reward than others to the same prompt more likely.
 
         Args:
             prompts: the prompts.
-            replies: the replies to each.
+            replies: the replies to each prompt.
             rewards: one for each reply; shape ``[prompts, replies]``.
         """
         deviation = rewards - rewards.mean(1, keepdim=True)
@@ -439,7 +440,7 @@ class Trainer:
 def train(
     language: Language, sampler: Sampler, arguments: argparse.Namespace, run: Run, show: Any
 ) -> None:
-    """Train from the checkpoint, with one seed."""
+    """Train one seed from the checkpoint."""
     torch.set_num_threads(arguments.threads or language.threads)
     torch.manual_seed(run.seed)
     chance = random.Random(run.seed)  # noqa: S311
@@ -481,7 +482,7 @@ def train(
 
 
 def table(runs: Sequence[Run], title: str) -> Table:
-    """The last steps of a run."""
+    """Return a table of the last steps of a run."""
     shown = Table(title=title)
     for column in ("seed", "step", "reward", "version", "tokens/s", "sync ms", "pause ms", "MB"):
         shown.add_column(column, justify="right")
@@ -501,7 +502,7 @@ def table(runs: Sequence[Run], title: str) -> Table:
 
 
 def draw(runs: Sequence[Run], title: str, path: Path) -> None:
-    """Rewards; how long syncs and pauses took; and the version that made each sample."""
+    """Draw the rewards, the times of syncs and pauses, and the version of each sample."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -522,7 +523,7 @@ def draw(runs: Sequence[Run], title: str, path: Path) -> None:
 
 
 def main() -> int:
-    """Train once for each seed."""
+    """Train all seeds."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine", choices=["vllm", "hf"], default="hf")
     parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")

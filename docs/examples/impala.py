@@ -1,8 +1,8 @@
-"""IMPALA: CartPole, by actors that never wait and V-trace that corrects for their old policies.
+"""IMPALA: CartPole, with actors that never wait; V-trace corrects for their old policies.
 
     python docs/examples/impala.py
 
-Each frame has the ``policy_version`` that acted. Ends with status 0 when the mean return of the
+Each frame has the ``policy_version`` of its action. Ends with status 0 when the mean return of the
 last 100 episodes has reached ``--goal``.
 """
 
@@ -20,26 +20,26 @@ from torch.distributions import Categorical
 from sync_collector import BatchOptions, Collector
 
 GAMMA, ENTROPY, LEARNING_RATE = 0.99, 0.01, 1e-3
-#: Frames of older policies are left out: their corrections would be close to 0.
+#: Frames of older policies are dropped: their corrections would be close to 0.
 MAX_LAG = 20
 
 
 def network(outputs: int) -> nn.Sequential:
-    """Two layers of 64."""
+    """Return a network of two layers of width 64."""
     return nn.Sequential(
         nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
     )
 
 
 class Policy(nn.Module):
-    """Samples an index."""
+    """Samples the index of an action."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logits = network(2)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the action and its log-probability, which V-trace compares with the newest one."""
+        """Return the action and its log-probability, which V-trace needs."""
         distribution = Categorical(logits=self.logits(observation))
         action = distribution.sample()
         return action, distribution.log_prob(action)
@@ -47,7 +47,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def v_trace(batch: TensorDictBase, value: nn.Module, log_prob: Tensor) -> tuple[Tensor, Tensor]:
-    """Return advantages and targets of the value; time is the last dimension."""
+    """Return advantages and value targets; time is the last dimension."""
     ratio = (log_prob - batch["action_log_prob"]).exp().clamp(max=1.0)
     now = value(batch["observation"]).squeeze(-1)
     following = value(batch["next", "observation"]).squeeze(-1)
@@ -60,7 +60,7 @@ def v_trace(batch: TensorDictBase, value: nn.Module, log_prob: Tensor) -> tuple[
         running = delta[..., t] + GAMMA * (1 - done[..., t]) * ratio[..., t] * running
         corrected[..., t] = running
     target = now + corrected
-    # The target of the step after; the value where the episode or the batch ends.
+    # The target of the next step; the value where the episode or the batch ends.
     after = torch.cat([target[..., 1:], following[..., -1:]], -1)
     after = torch.where(done.bool(), following, after)
     return ratio * (reward + discount * after - now), target
@@ -69,7 +69,7 @@ def v_trace(batch: TensorDictBase, value: nn.Module, log_prob: Tensor) -> tuple[
 def learn(
     batch: TensorDictBase, policy: Policy, value: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Improve policy and value by one step."""
+    """Train policy and value by one step."""
     distribution = Categorical(logits=policy.logits(batch["observation"]))
     log_prob = distribution.log_prob(batch["action"])
     advantage, target = v_trace(batch, value, log_prob.detach())
@@ -84,7 +84,7 @@ def learn(
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policy, value = Policy(), network(1)
@@ -102,7 +102,7 @@ def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
     ) as collector:
         collector.set_seed(seed)
         for number, batch in enumerate(collector):
-            # One worker's batch: whichever was ready first, made with the policy of that time.
+            # The batch of the first worker that is ready, made with its policy at that time.
             lag = collector.stats().version - batch["policy_version"]
             if lag.max() <= MAX_LAG:
                 learn(batch, policy, value, optimizer)

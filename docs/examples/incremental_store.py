@@ -1,11 +1,11 @@
-"""A store that keeps what changed, and whose readers may take parts: by public names alone.
+"""A store of incremental versions with partial readers, written with public names only.
 
     python docs/examples/incremental_store.py
 
-A version is two files: the weights, whole or as an increment, and a description, which names the
-digest of the weights and the description of the version on which the increment builds. So the
-digest of one description proves all that a reader has to read. `store_transport` brings that digest
-to each worker, and does all else: answers, late workers, signs of life.
+A version has two files: the weights, whole or as an increment, and a description. The description
+has the digest of the weights, and the digest of the base version's description. So the digest of
+one description verifies everything that a reader reads. `store_transport` sends that digest to each
+worker, and also handles answers, late workers and heartbeats.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from sync_plugin_scale.shards import (
 )
 from sync_plugin_std.stores import Store, StoreOptions, Versions, parts_of, store_transport
 
-#: An increment is smaller than this share of the model.
+#: An increment must be smaller than this share of the model.
 BELOW = 0.5
 
 
 @dataclass(frozen=True)
 class Options(StoreOptions):
-    """Options of the scheme, beside those of every store.
+    """Options of the scheme, in addition to those of every store.
 
     Args:
-        directory: where the files are; None for the system's temporary directory.
-        anchor_every: publish a whole version once in so many.
+        directory: the directory of the files; None for the system's temporary directory.
+        anchor_every: publish a whole version once in this number of versions.
     """
 
     directory: str | None = None
@@ -58,11 +58,11 @@ class Options(StoreOptions):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The endpoint of a worker that reads parts.
+    """The endpoint of a worker that reads only parts.
 
     Args:
-        regions: the parts, by the names of their tensors.
-        layout: of whole versions.
+        regions: the parts, by tensor name.
+        layout: the layout of whole versions.
     """
 
     regions: dict[str, Region]
@@ -70,14 +70,14 @@ class Wanted:
 
 
 class IncrementalScheme:
-    """Weights go through a directory, as increments; workers may take parts of them."""
+    """Sends weights as increments through a directory; workers may read only parts."""
 
     capabilities = frozenset({"broadcast", "cross_host", "cross_process", "late_join", "pull"})
 
     def resolve(
         self, address: sync_core.Address, model: Any, timeout: float
     ) -> tuple[sync_core.Address, Any]:
-        """Return an address and a model of parts, where the model has parts of the trainer's."""
+        """Return the address and the model of the parts, if the model has only parts."""
         del timeout
         if not is_divided(model):
             return address, model
@@ -98,30 +98,30 @@ class IncrementalScheme:
     def create_transport(
         self, context: TransportContext
     ) -> sync_core.SenderTransport | sync_core.ReceiverTransport:
-        """Return the sender's or a receiver's side."""
+        """Return the transport of the sender or of a receiver."""
         options = context.parse_options(Options)
         store = Directory(Path(options.directory or tempfile.gettempdir()))
         folder = f"sync-{hashlib.sha256(b'versions' + context.token.encode()).hexdigest()[:16]}"
         wanted = context.endpoint if isinstance(context.endpoint, Wanted) else None
         versions = IncrementalVersions(store, folder, options.anchor_every, wanted)
         if wanted is not None:
-            # Sizes are those of whole versions.
+            # The sizes of whole versions.
             context = replace(context, layout=wanted.layout)
         return store_transport(context, store, options, versions)
 
 
 class Directory(Store):
-    """Files that appear by a rename.
+    """Files that are written atomically, by a rename.
 
     Args:
-        directory: what both sides see.
+        directory: the directory, which both sides can access.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file beside its place, and put it there."""
+        """Write a temporary file, and rename it."""
         path = self._directory / name
         path.parent.mkdir(exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -129,14 +129,14 @@ class Directory(Store):
         Path(file.name).replace(path)
 
     def get(self, name: str) -> bytes | None:
-        """Return the bytes of a file; None where there is none."""
+        """Return the bytes of a file; None if it does not exist."""
         try:
             return (self._directory / name).read_bytes()
         except FileNotFoundError:
             return None
 
     def delete(self, name: str) -> None:
-        """Remove a file, and with the last one the folder."""
+        """Remove a file, and the folder if it is empty."""
         path = self._directory / name
         path.unlink(missing_ok=True)
         with suppress(OSError):  # not empty, or removed already
@@ -145,13 +145,13 @@ class Directory(Store):
 
 @dataclass(frozen=True)
 class Description:
-    """Describes a version.
+    """The description of a version.
 
     Args:
-        version: its number.
-        digest: of its weights, as they are stored.
-        base: the version on which it builds; 0 for a whole version.
-        base_digest: of the description of that version.
+        version: the version's number.
+        digest: the digest of the weights, as they are stored.
+        base: the base version of an increment; 0 for a whole version.
+        base_digest: the digest of the base version's description.
     """
 
     version: int
@@ -160,35 +160,36 @@ class Description:
     base_digest: str = ""
 
     def to_bytes(self) -> bytes:
-        """Return it as it is stored."""
+        """Return the bytes to store."""
         return json.dumps(vars(self)).encode()
 
 
 class IncrementalVersions(Versions):
-    """Versions as increments, on either side.
+    """Writes and reads versions as increments.
 
     Args:
-        store: where they are.
-        folder: the part of their names that no other sender has.
-        anchor_every: how many versions from one whole version to the next, at most.
-        wanted: what a worker reads; None for all.
+        store: the files.
+        folder: the prefix of the file names, unique for each sender.
+        anchor_every: the most versions from one whole version to the next.
+        wanted: the parts that a worker reads; None for all.
     """
 
     def __init__(self, store: Store, folder: str, anchor_every: int, wanted: Wanted | None) -> None:
         self._store, self._folder = store, folder
         self._anchor_every, self._wanted = anchor_every, wanted
-        # The trainer's: what it compares with, the newest version, its digest, how many there are
-        # since the whole one, the base of each version that is there, and which are not needed.
+        # For the trainer: the values to compare with, the newest version, its digest, the number of
+        # versions since the last whole one, the base of each stored version, and the versions that
+        # are no longer needed.
         self._history = IncrementHistory(BELOW, checked=False)
         self._published, self._digest, self._count = 0, "", 0
         self._bases: dict[int, int] = {}
         self._unneeded: set[int] = set()
-        # A worker's: the newest version that it has read, and the digest of its description.
+        # For a worker: the newest version that it has read, and the digest of its description.
         self._kept: PackedVersion | None = None
         self._kept_digest = ""
 
     def write_version(self, payload: Payload) -> str:
-        """Write a version, as an increment where that is short and a whole one is not due."""
+        """Write a version, as an increment if that is small and a whole version is not due."""
         self._history.record(payload)
         patch = None
         if self._published and self._count < self._anchor_every:
@@ -219,7 +220,7 @@ class IncrementalVersions(Versions):
         return self._digest
 
     def delete_version(self, version: int) -> None:
-        """Remove a version once no other builds on it."""
+        """Remove a version after no other version builds on it."""
         self._unneeded.add(version)
         needed = set()
         for each in self._bases.keys() - self._unneeded:
@@ -233,7 +234,7 @@ class IncrementalVersions(Versions):
             del self._bases[gone]
 
     def read_version(self, version: int, nbytes: int, digest: str) -> Block | None:
-        """Return the version, whole or the parts of it that are wanted."""
+        """Return the version, or the wanted parts of it."""
         missing: list[Description] = []
         wanted, wanted_digest = version, digest
         while wanted and wanted_digest != self._kept_digest:
@@ -257,7 +258,7 @@ class IncrementalVersions(Versions):
         return self._copied(self._kept)
 
     def _applied(self, described: Description) -> PackedVersion | None:
-        """Return the memory of what is kept, with a version in it; None where that was removed."""
+        """Return the kept memory with a version applied; None if the version was removed."""
         kept, self._kept, self._kept_digest = self._kept, None, ""
         blocks: list[Block] = []
 
@@ -300,7 +301,7 @@ class IncrementalVersions(Versions):
 
 
 def main() -> None:
-    """Send some versions to a worker, and to one that joins late and has two rows of eight."""
+    """Send some versions to a worker, and to a late one that has two rows of eight."""
     policy, copied = torch.nn.Linear(1000, 8), torch.nn.Linear(1000, 8)
     rows = {"weight": torch.zeros(2, 1000), "bias": torch.zeros(2)}
     part = Part(rows, regions={"weight": ((2, 4), (0, 1000)), "bias": ((2, 4),)})

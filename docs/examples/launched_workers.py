@@ -5,9 +5,9 @@
     python docs/examples/launched_workers.py srun --ntasks=1 --nodes=1 '{worker}'
     python docs/examples/launched_workers.py docker run --rm -i --network=host IMAGE '{worker}'
 
-Calls and their results travel by the command's own standard input and output, so that no port is
-opened for them, and the end of the trainer is the end of that input. The other machine needs this
-file, what it imports, and the same versions of Python and torch.
+Calls and results use the command's standard input and output, so they need no open port. When the
+trainer ends, the input ends. The other machine needs this file, its imports, and the same versions
+of Python and torch.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from sync_plugin_std.workers import (
 
 Parts = Sequence[bytes | bytearray | memoryview]
 
-# What starts a worker on a machine like this one.
+# The command that starts a worker on a machine like this one.
 PROGRAM = (sys.executable, str(Path(__file__).resolve()), "--worker")
-# How long a worker whose trainer is gone may take to leave its call, in seconds; an estimate.
+# How long a worker may take to leave its call after its trainer is gone, in seconds; an estimate.
 GRACE = 5.0
 _LENGTH = struct.Struct("!Q")
 
@@ -54,12 +54,12 @@ class CommandGroup(LaunchedGroup["CommandWorker"]):
     """Objects in processes that a command line starts, here or on other machines.
 
     Args:
-        factory: makes what a worker hosts, from the worker's id.
-        num_workers: how many.
-        command: the command line. ``"{worker}"`` stands for the program of the worker, as several
-            arguments where it is one of its own, else quoted for a shell; ``"{worker_id}"`` for
-            the worker's id.
-        program: that program, where the other machine has another path to it.
+        factory: makes the object that a worker hosts, from the worker's id.
+        num_workers: the number of workers.
+        command: the command line. ``"{worker}"`` stands for the worker's program: as a separate
+            argument it becomes several arguments, and within an argument it is quoted for a shell.
+            ``"{worker_id}"`` stands for the worker's id.
+        program: the worker's program, if it has another path on the other machine.
         timeout: deadline in seconds for workers to start or to stop.
 
     Raises:
@@ -105,10 +105,10 @@ def expand(command: Sequence[str], program: Sequence[str], worker_id: int) -> li
 
 
 class CommandLauncher(Launcher["CommandWorker"]):
-    """Starts the commands, and ends them.
+    """Starts and ends the commands of a worker group.
 
     Args:
-        factory: as of the group.
+        factory: see `CommandGroup`.
         command: the command line of a worker, by its id.
     """
 
@@ -117,13 +117,13 @@ class CommandLauncher(Launcher["CommandWorker"]):
         self._command = command
 
     def launch(self, worker_ids: Sequence[int]) -> Iterator[CommandWorker]:
-        """Start these workers, without waiting for them."""
+        """Start workers, without waiting for them."""
         pickled = pickle_factory(self._factory, next(iter(worker_ids), 0))
         for worker_id in worker_ids:
             yield CommandWorker(worker_id, self._command(worker_id), self._factory, pickled)
 
     def end(self, workers: Collection[CommandWorker], timeout: float) -> None:
-        """Close the input of the commands, and kill those that have not ended in time."""
+        """Close the input of the commands, and kill those that do not end in time."""
         deadline = time.monotonic() + timeout
         for worker in workers:
             worker.ask_to_end()
@@ -139,13 +139,13 @@ class CommandLauncher(Launcher["CommandWorker"]):
 
 
 class CommandWorker:
-    """One command, and the calls that it has not answered.
+    """One command, and its unanswered calls.
 
     Args:
         worker_id: the worker's id.
         command: the command line.
-        factory: makes what it hosts; errors name it.
-        pickled: the same, as it travels.
+        factory: makes the hosted object; named in errors.
+        pickled: the pickled factory.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class CommandWorker:
         self._lost = ""
         self._ending = False
         self._outbox: SimpleQueue[Parts | None] = SimpleQueue()
-        # In its own session: Ctrl-C is for the trainer to act on, and one signal reaches all.
+        # In its own session: only the trainer handles Ctrl-C, and one signal reaches all processes.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -172,31 +172,31 @@ class CommandWorker:
 
     @property
     def alive(self) -> bool:
-        """Return whether it can still run calls."""
+        """Return whether the worker can still run calls."""
         return not self._ending and not self._lost and self._process.poll() is None
 
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
-        """Have the worker call a function with what it hosts."""
+        """Call a function with the object that the worker hosts."""
         call = RemoteCall(self.worker_id, function)
         message = call.pickle(args, kwargs)
         return call.future if message is None else self._post(call, message)
 
     def ask_to_end(self) -> None:
-        """Let the call in progress finish, and no other begin."""
+        """Let the call in progress finish, and start no other."""
         self._ending = True
         self._outbox.put(None)
 
     def kill(self) -> None:
-        """End the command and what it has started on this machine."""
-        # The system keeps its number until poll() has read the exit code.
+        """Kill the command and the processes that it has started on this machine."""
+        # The system does not reuse the id before poll() has read the exit code.
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> None:
-        """Wait until the command and all calls have ended, for a time."""
+        """Wait until the command and all calls have ended, or for the timeout."""
         if self._reader is not threading.current_thread():
             self._reader.join(max(0.0, timeout))
 
@@ -244,7 +244,7 @@ class CommandWorker:
 
 
 def write(file: BinaryIO, parts: Parts) -> None:
-    """Write a message: how many parts, and each with its length."""
+    """Write a message: the number of parts, and each part with its length."""
     file.write(_LENGTH.pack(len(parts)))
     for part in parts:
         file.write(_LENGTH.pack(len(part)))
@@ -253,7 +253,7 @@ def write(file: BinaryIO, parts: Parts) -> None:
 
 
 def read(file: BinaryIO) -> list[bytearray] | None:
-    """Return the next message; None at the end."""
+    """Return the next message; None at the end of the input."""
     try:
         return [_read_exactly(file, _read_length(file)) for _ in range(_read_length(file))]
     except (EOFError, OSError):
@@ -277,9 +277,9 @@ def _read_exactly(file: BinaryIO, size: int) -> bytearray:
 
 
 def serve() -> None:
-    """Be a worker: make one object, and run calls on it until the input ends."""
-    # The output of the worker's code goes to standard error, and not among the answers; its input
-    # is empty.
+    """Run a worker: make the object, and run calls on it until the input ends."""
+    # The output of the worker's code goes to standard error, so that it does not mix with the
+    # answers. Its input is empty.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -291,7 +291,7 @@ def serve() -> None:
             messages.put(message)
         ended.set()
         messages.put(None)
-        # Not even a long call keeps a worker without its trainer.
+        # Even a long call must not keep a worker alive without its trainer.
         threading.Event().wait(GRACE)
         os._exit(1)
 
@@ -310,7 +310,7 @@ def serve() -> None:
 
 
 def receive(model: nn.Module, address: Address, versions: int) -> float:
-    """Commit some versions in a worker; the sum of its model's weights."""
+    """Commit some versions in a worker; return the sum of its model's weights."""
     with Receiver(address, model) as receiver:
         for _ in range(versions):
             receiver.receive()
@@ -320,7 +320,7 @@ def receive(model: nn.Module, address: Address, versions: int) -> float:
 def main(command: Sequence[str]) -> None:
     """Send three versions to two workers that a command line has started."""
     policy = nn.Linear(4, 2)
-    # The address of this machine that the others can reach.
+    # The address under which other machines reach this one.
     host = os.environ.get("TRAINER_HOST", "127.0.0.1")
     with (
         CommandGroup(lambda _: nn.Linear(4, 2), 2, command=command) as group,

@@ -20,12 +20,12 @@ from sync_collector import BatchOptions, Collector
 
 GAMMA, LAMBDA, CLIP = 0.9, 0.95, 0.2
 EPOCHS, MINIBATCH, LEARNING_RATE = 10, 256, 1e-3
-#: Pendulum's rewards are between -16 and 0.
+#: Pendulum's rewards are between -16 and 0, so they are scaled.
 REWARD_SCALE = 0.125
 
 
 def network(outputs: int) -> nn.Sequential:
-    """Two layers of 64."""
+    """Return a network of two layers of width 64."""
     return nn.Sequential(
         nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
     )
@@ -53,9 +53,9 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def advantages(batch: TensorDictBase, value: nn.Module) -> tuple[Tensor, Tensor]:
-    """Generalised advantages, and the targets of the value; time is the last dimension."""
+    """Return generalised advantages and value targets; time is the last dimension."""
     now = value(batch["observation"]).squeeze(-1)
-    # Pendulum's episodes are truncated, so their last observations have values.
+    # Pendulum's episodes are always truncated, so their last observations have values.
     following = value(batch["next", "observation"]).squeeze(-1)
     terminated = batch["next", "terminated"].squeeze(-1).float()
     done = batch["next", "done"].squeeze(-1).float()
@@ -71,7 +71,7 @@ def advantages(batch: TensorDictBase, value: nn.Module) -> tuple[Tensor, Tensor]
 def learn(
     batch: TensorDictBase, policy: Policy, value: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Improve policy and value with a batch."""
+    """Train policy and value with a batch."""
     advantage, target = advantages(batch, value)
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
     frames = batch.set("advantage", advantage).set("target", target).reshape(-1)
@@ -91,7 +91,7 @@ def learn(
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policy, value = Policy(), network(1)

@@ -24,14 +24,14 @@ EPOCHS, MINIBATCH, LEARNING_RATE = 8, 256, 1e-3
 
 
 def network(outputs: int) -> nn.Sequential:
-    """Two layers of 64."""
+    """Return a network of two layers of width 64."""
     return nn.Sequential(
         nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)
     )
 
 
 class Policy(nn.Module):
-    """Samples an index."""
+    """Samples the index of an action."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def advantages(batch: TensorDictBase, value: nn.Module) -> tuple[Tensor, Tensor]:
-    """Generalised advantages, and the targets of the value; time is the last dimension."""
+    """Return generalised advantages and value targets; time is the last dimension."""
     now = value(batch["observation"]).squeeze(-1)
-    # The true last observation of an episode: one that was truncated still has a value.
+    # The true last observation of an episode: after a truncation it still has a value.
     following = value(batch["next", "observation"]).squeeze(-1)
     terminated = batch["next", "terminated"].squeeze(-1).float()
     done = batch["next", "done"].squeeze(-1).float()
@@ -63,7 +63,7 @@ def advantages(batch: TensorDictBase, value: nn.Module) -> tuple[Tensor, Tensor]
 def learn(
     batch: TensorDictBase, policy: Policy, value: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Improve policy and value with a batch."""
+    """Train policy and value with a batch."""
     advantage, target = advantages(batch, value)
     frames = batch.set("advantage", advantage).set("target", target).reshape(-1)
     for _ in range(EPOCHS):
@@ -85,7 +85,7 @@ def learn(
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policy, value = Policy(), network(1)

@@ -1,9 +1,9 @@
-"""PPO from images: a ball that has to be caught, seen in frames of 10 by 10 pixels.
+"""PPO from images: catch a ball that is seen in frames of 10 by 10 pixels.
 
     python docs/examples/ppo_images.py
 
-Frames travel and are stored as bytes; the network scales them. Ends with status 0 when the mean
-return of the last 100 episodes has reached ``--goal``; random actions have about -0.5.
+Frames are sent and stored as bytes; the network scales them. Ends with status 0 when the mean
+return of the last 100 episodes has reached ``--goal``; random actions reach about -0.5.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ SIZE = 10
 
 
 class Catch(gymnasium.Env[Any, Any]):
-    """A ball falls, and a paddle of three pixels at the bottom has to be where it lands."""
+    """A ball falls, and a paddle of three pixels must be where it lands."""
 
     observation_space = gymnasium.spaces.Box(0, 255, (1, SIZE, SIZE), np.uint8)
     action_space = gymnasium.spaces.Discrete(3)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Let another ball fall."""
+        """Start another ball."""
         super().reset(seed=seed, options=options)
         self._row, self._column = 0, int(self.np_random.integers(SIZE))
         self._paddle = int(self.np_random.integers(1, SIZE - 1))
         return self._image(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Move the paddle to the left, not at all, or to the right."""
+        """Move the paddle left, not at all, or right."""
         self._row += 1
         self._paddle = min(max(self._paddle + int(action) - 1, 1), SIZE - 2)
         landed = self._row == SIZE - 1
@@ -55,7 +55,7 @@ class Catch(gymnasium.Env[Any, Any]):
 
 
 class ActorCritic(nn.Module):
-    """Samples an action, and gives the value with it."""
+    """Samples an action, and also returns the value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class ActorCritic(nn.Module):
         )  # fmt: skip
 
     def outputs(self, image: Tensor) -> tuple[Categorical, Tensor]:
-        """Return the distribution of actions and the value of images, in a batch of any shape."""
+        """Return the distribution of actions and the value for images, in a batch of any shape."""
         out = self.layers(image.flatten(0, -4).float() / 255).unflatten(0, image.shape[:-3])
         return Categorical(logits=out[..., :3]), out[..., 3]
 
     def forward(self, observation: Tensor) -> dict[str, Tensor]:
-        """Return what is recorded: the action, its log-probability and the value."""
+        """Return the entries to record: the action, its log-probability and the value."""
         distribution, value = self.outputs(observation)
         action = distribution.sample()
         log_prob = distribution.log_prob(action)
@@ -79,10 +79,10 @@ class ActorCritic(nn.Module):
 
 @torch.no_grad()
 def advantages(batch: TensorDictBase, policy: ActorCritic) -> tuple[Tensor, Tensor]:
-    """Generalised advantages, and the targets of the value; time is the last dimension."""
+    """Return generalised advantages and value targets; time is the last dimension."""
     now, done = batch["value"], batch["next", "done"].squeeze(-1).float()
     end = policy.outputs(batch["next", "observation"][..., -1, :, :, :])[1]
-    # Every episode ends by a landing, so what follows its end has no value.
+    # Every episode ends with a landing, after which there is no value.
     following = torch.cat([now[..., 1:], end.unsqueeze(-1)], -1) * (1 - done)
     delta = batch["next", "reward"].squeeze(-1) + GAMMA * following - now
     advantage, running = torch.zeros_like(delta), torch.zeros_like(delta[..., 0])
@@ -93,7 +93,7 @@ def advantages(batch: TensorDictBase, policy: ActorCritic) -> tuple[Tensor, Tens
 
 
 def learn(batch: TensorDictBase, policy: ActorCritic, optimizer: torch.optim.Optimizer) -> None:
-    """Improve the network with a batch."""
+    """Train the network with a batch."""
     advantage, target = advantages(batch, policy)
     frames = batch.set("advantage", advantage).set("target", target).reshape(-1)
     for _ in range(EPOCHS):
@@ -112,7 +112,7 @@ def learn(batch: TensorDictBase, policy: ActorCritic, optimizer: torch.optim.Opt
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policy = ActorCritic()

@@ -1,10 +1,10 @@
-"""PPO with a recurrent policy: a corridor whose way out was shown at its entrance.
+"""PPO with a recurrent policy: a corridor whose exit is shown only at its entrance.
 
     python docs/examples/ppo_recurrent.py
 
-The policy sets its next hidden state under ``"next"``, and finds it in its next step. Without a
-memory, the mean return would be 0. Ends with status 0 when that of the last 100 episodes has
-reached ``--goal``.
+The policy sets its next hidden state under ``"next"``, and gets it in its next step. Without
+memory, the mean return would be 0. Ends with status 0 when the mean return of the last 100 episodes
+has reached ``--goal``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HIDDEN, LENGTH = 32, 6
 
 
 class Corridor(gymnasium.Env[Any, Any]):
-    """Shows -1 or 1 at the entrance, then 0; at the end, the action has to be what was shown."""
+    """Shows -1 or 1 at the entrance, then 0; the last action must equal what was shown."""
 
     observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -39,7 +39,7 @@ class Corridor(gymnasium.Env[Any, Any]):
         return np.array([2 * self._sign - 1, 0], np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Go on; the action counts at the end, which the second number shows."""
+        """Make a step; only the last action counts, which the second number announces."""
         self._place += 1
         ends = self._place == LENGTH
         reward = float(ends) * (1.0 if action == self._sign else -1.0)
@@ -47,7 +47,7 @@ class Corridor(gymnasium.Env[Any, Any]):
 
 
 class Policy(nn.Module):
-    """Acts by a hidden state, and gives the value with the action."""
+    """Acts with a hidden state, and also returns the value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Policy(nn.Module):
         return out[..., :2], out[..., 2], hidden
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Set an action; the collector carries ``hidden`` on, and zeroes it with each reset."""
+        """Set an action; the collector carries ``hidden`` on, and sets it to 0 at each reset."""
         observation = tensordict["observation"]
         hidden = tensordict.get("hidden", observation.new_zeros(*observation.shape[:-1], HIDDEN))
         logits, value, following = self.step(observation, hidden)
@@ -73,7 +73,7 @@ class Policy(nn.Module):
         return tensordict
 
     def unroll(self, rows: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Return logits and values of rows of frames, from the hidden state of their first one."""
+        """Return logits and values of rows of frames, from the hidden state of the first frame."""
         hidden, outputs = rows["hidden"][:, 0], []
         for t in range(rows.shape[1]):
             logits, value, hidden = self.step(rows["observation"][:, t], hidden)
@@ -85,7 +85,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def advantages(rows: TensorDictBase, policy: Policy) -> tuple[Tensor, Tensor]:
-    """Generalised advantages, and the targets of the value."""
+    """Return generalised advantages and value targets."""
     now, last = rows["value"], rows["next"][:, -1]
     done = rows["next", "done"].squeeze(-1).float()
     end = policy.step(last["observation"], last["hidden"])[1]
@@ -99,7 +99,7 @@ def advantages(rows: TensorDictBase, policy: Policy) -> tuple[Tensor, Tensor]:
 
 
 def learn(batch: TensorDictBase, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Improve the policy with a batch, whose rows stay whole."""
+    """Train the policy with a batch, without splitting its rows."""
     rows = batch.flatten(0, -2)
     advantage, target = advantages(rows, policy)
     gain = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -116,7 +116,7 @@ def learn(batch: TensorDictBase, policy: Policy, optimizer: torch.optim.Optimize
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policy = Policy()

@@ -2,9 +2,9 @@
 
     python docs/examples/ray_serve.py
 
-The trainer has one address for all replicas, whatever their number. Serve is asked for two, then
-four, then one, and replaces them, while the trainer sends versions and requests come in. Each
-answer names its version, and is checked. Needs ``pip install "ray[serve]" sync-plugin-std
+The trainer has one address for all replicas, whatever their number. Serve runs two, then four, then
+one of them, and replaces them, while the trainer sends versions and clients send requests. Each
+answer has its version, and is checked. Needs ``pip install "ray[serve]" sync-plugin-std
 sync-plugin-scale``.
 """
 
@@ -24,17 +24,17 @@ from torch import nn
 import sync_core
 from sync_plugin_scale import Pool
 
-#: The size of the pool in each phase.
+#: The number of replicas in each phase.
 POOLS = (2, 4, 1)
-#: Requests at a time.
+#: The number of requests at the same time.
 CLIENTS = 8
-#: How long a request takes, as by a larger model, in seconds.
+#: The duration of a request, as with a larger model, in seconds.
 DURATION = 0.1
 PATIENCE = 60.0
 
 
 def make_policy() -> nn.Module:
-    """The model, the same in the trainer and in each replica."""
+    """Return the model, the same in the trainer and in each replica."""
     return nn.Sequential(nn.Linear(4, 64), nn.Linear(64, 2)).double()
 
 
@@ -43,7 +43,7 @@ def make_policy() -> nn.Module:
     graceful_shutdown_wait_loop_s=0.1,
 )
 class Policy:
-    """A replica. It is ready once it has a version, so that it never answers without one.
+    """A replica. It is ready after its first version, so that it never answers without one.
 
     Args:
         address: what ``Pool(sender).address()`` returned, the same for all replicas.
@@ -65,10 +65,10 @@ class Policy:
                         self._receiver.load()
                         self._receiver.confirm()
         except (sync_core.SenderLostError, sync_core.ClosedError):
-            return  # the trainer has ended, or this replica does; it serves what it has
+            return  # the trainer or this replica ends; the replica serves its current version
 
     def __call__(self, observation: list[float]) -> tuple[int, int, list[float]]:
-        """The worker's id, its version, and the action."""
+        """Return the worker's id, its version, and the action."""
         with self._in_use, torch.no_grad():
             action = self._model(torch.tensor(observation).double()).tolist()
             answer = self._receiver.worker_id, self._receiver.version, action
@@ -76,7 +76,7 @@ class Policy:
         return answer
 
     def __del__(self) -> None:
-        """Leave the sender, which then waits for this replica no longer."""
+        """Close the receiver, so that the sender no longer waits for this replica."""
         self._receiver.close()
 
 
@@ -84,7 +84,7 @@ class Clients:
     """Threads that send requests, and check each answer.
 
     Args:
-        handle: of the deployment.
+        handle: the handle of the deployment.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -93,21 +93,21 @@ class Clients:
         self._answered = threading.Condition()
         #: The newest version that all replicas have confirmed.
         self.confirmed = 0
-        #: How many answers there were, and by which replicas.
+        #: The number of answers, and the replicas that gave them.
         self.answers = 0
         self.replicas: set[int] = set()
         self._pool = ThreadPoolExecutor(CLIENTS)
         self._running = [self._pool.submit(self._run) for _ in range(CLIENTS)]
 
     def wait_for(self, answers: int) -> None:
-        """Wait until there are so many more answers."""
+        """Wait for a number of further answers."""
         with self._answered:
             goal = self.answers + answers
             if not self._answered.wait_for(lambda: self.answers >= goal, PATIENCE):
                 raise TimeoutError(f"{goal - self.answers} answers are missing")
 
     def stop(self) -> None:
-        """Send no more requests; raise what any thread has raised."""
+        """Stop sending requests; raise an error of any thread."""
         self._ended.set()
         for running in self._running:
             running.result(PATIENCE)
@@ -134,7 +134,7 @@ def set_version(policy: nn.Module, version: int) -> None:
 
 
 def check(version: int, action: list[float], oldest: int) -> None:
-    """Raise unless an answer is that of one whole version, and of none that had been replaced."""
+    """Raise unless an answer is from one whole version that was not yet replaced."""
     hidden = version * 10.0 + version
     expected = 64 * hidden * version + version
     if action != [expected, expected] or version < oldest:
@@ -142,10 +142,10 @@ def check(version: int, action: list[float], oldest: int) -> None:
 
 
 class Trainer:
-    """Sends versions to all replicas that there are.
+    """Sends versions to all current replicas.
 
     Args:
-        scheme: how versions travel.
+        scheme: the scheme.
     """
 
     def __init__(self, scheme: str) -> None:
@@ -159,7 +159,7 @@ class Trainer:
             self._came.set()
 
     def send_the_first(self) -> None:
-        """Send a version once the first replica has come; it is what others then begin with."""
+        """Send a version after the first replica has joined; later replicas begin with it."""
         if not self._came.wait(PATIENCE):
             raise TimeoutError("no replica has come")
         self.step()
@@ -171,14 +171,14 @@ class Trainer:
 
 
 def deploy(address: sync_core.Address, replicas: int) -> Any:
-    """Have Serve run so many replicas, in place of those that it runs."""
+    """Let Serve run this number of new replicas instead of the current ones."""
     policy: Any = Policy
     pool = policy.options(num_replicas=replicas).bind(address)
     return serve.run(pool, name="policy", route_prefix=None)
 
 
 def main() -> None:
-    """Run all phases, and print what happened."""
+    """Run all phases, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scheme", default="shm", help="dist, where replicas are on other hosts")
     parser.add_argument("--sends", type=int, default=50, help="at least so many")

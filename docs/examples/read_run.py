@@ -1,4 +1,4 @@
-"""Read a run without sync-core, by docs/how-to/store-format.md alone.
+"""Read a run without sync-core, using only docs/how-to/store-format.md.
 
 Type `pip install cryptography numpy obstore safetensors torch`, and then
 `python docs/examples/read_run.py URL PUBLIC_KEY [VERSION]`.
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Run:
-    """A run, checked by the trainer's public key (hexadecimal)."""
+    """A run, checked with the trainer's public key (hexadecimal)."""
 
     def __init__(self, url: str, key: str) -> None:
         self.store: Any = from_url(url) if "://" in url else LocalStore(url)
@@ -47,7 +47,7 @@ class Run:
         return json.loads(self.get(f"manifests/{digest}.json", digest))
 
     def read(self, version: int = 0) -> Tensors:
-        """Return the tensors of a version by name, tied ones and extras too; 0: the newest."""
+        """Return a version's tensors by name, including tied ones and extras; 0 is the newest."""
         found = self.manifest(self.head["versions"][str(version or self.head["version"])])
         return self.of_ranks(found) if found["format"] == 2 else tensors_of(self.file(found))
 
@@ -64,7 +64,7 @@ class Run:
             whole |= tensors_of(self.join(file["pieces"]))
             for name, _, region, _ in held["tensors"]:
                 parts[name].append((whole.pop(name), [first for first, _ in region]))
-        found = {name: placed(each) for name, each in parts.items()}  # in whole are the extras
+        found = {name: placed(each) for name, each in parts.items()}  # the extras are in `whole`
         for name, sources in (holdings[0]["made_of"] or {}).items():
             cut = ((found[n][tuple(starmap(slice, region))], start) for n, region, start in sources)
             made[name] = placed(list(cut))
@@ -73,7 +73,7 @@ class Run:
 
 
 def placed(parts: list[Any]) -> torch.Tensor:
-    """Return the tensor of these parts, each with the indices at which it begins."""
+    """Return the tensor made of parts, each with its start indices."""
     at = [tuple(map(slice, start, map(add, start, part.shape))) for part, start in parts]
     shape = [max(each.stop for each in dimension) for dimension in zip(*at, strict=True)]
     whole = torch.empty(shape, dtype=parts[0][0].dtype)
@@ -83,7 +83,7 @@ def placed(parts: list[Any]) -> torch.Tensor:
 
 
 def patched(file: bytes, increment: bytes) -> bytes:
-    """Return the file of a version, which an increment makes of that of its base."""
+    """Return the file of a version, made from an increment and the file of its base."""
     data = load(increment)["__sync__.increment"].numpy()
     magic, unit, width, flags, *_, stop, _, layout = struct.unpack("<4s3Bx8Q32s", data[:104].data)
     start = 8 + int.from_bytes(file[:8], "little")
@@ -97,7 +97,7 @@ def patched(file: bytes, increment: bytes) -> bytes:
 
 
 def tensors_of(file: bytes) -> Tensors:
-    """Return the tensors of a `.safetensors` file of a run, tied ones too."""
+    """Return the tensors of a run's `.safetensors` file, including tied ones."""
     more = json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")]).get("__metadata__", {})
     found = {name: t for name, t in load(file).items() if not name.startswith("__filler__.")}
     for name, (dtype, shape) in json.loads(more.get("sync.raw", "{}")).items():

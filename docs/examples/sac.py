@@ -28,21 +28,21 @@ Networks = tuple["Policy", nn.ModuleList, nn.ModuleList]
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    """Two layers of 64."""
+    """Return a network of two layers of width 64."""
     return nn.Sequential(
         nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, outputs)
     )
 
 
 class Policy(nn.Module):
-    """Samples a torque from a Gaussian that tanh bounds."""
+    """Samples a torque from a Gaussian, bounded by tanh."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = network(3, 2 * ACTIONS)
 
     def sample(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an action, through which gradients flow, and its log-probability."""
+        """Return a differentiable action and its log-probability."""
         mean, log_std = self.body(observation).chunk(2, -1)
         distribution = Normal(mean, log_std.clamp(-5, 1).exp())
         raw = distribution.rsample()
@@ -52,14 +52,14 @@ class Policy(nn.Module):
         return TORQUE * raw.tanh(), log_prob
 
     def forward(self, observation: Tensor) -> Tensor:
-        """Return an action; `Collector.evaluate` asks for the mean."""
+        """Return an action; for `Collector.evaluate`, the mean."""
         if interaction_type() is InteractionType.DETERMINISTIC:
             return TORQUE * self.body(observation).chunk(2, -1)[0].tanh()
         return self.sample(observation)[0]
 
 
 class ReplayBuffer:
-    """All frames."""
+    """Keeps all frames."""
 
     def __init__(self) -> None:
         self._frames: TensorDictBase | None = None
@@ -76,7 +76,7 @@ class ReplayBuffer:
 
 
 def value(critics: nn.ModuleList, observation: Tensor, action: Tensor) -> Tensor:
-    """Return the values that two critics give, in their last dimension."""
+    """Return the values of the two critics in the last dimension."""
     both = torch.cat([observation, action], -1)
     return torch.cat([critic(both) for critic in critics], -1)
 
@@ -84,7 +84,7 @@ def value(critics: nn.ModuleList, observation: Tensor, action: Tensor) -> Tensor
 def learn(
     part: TensorDictBase, networks: Networks, temperature: Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Improve critics, policy and temperature by one step."""
+    """Train critics, policy and temperature by one step."""
     policy, critics, targets = networks
     alpha = temperature.exp().detach()
     with torch.no_grad():
@@ -107,7 +107,7 @@ def learn(
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policy, buffer = Policy(), ReplayBuffer()

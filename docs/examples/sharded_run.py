@@ -1,12 +1,12 @@
-"""A trainer that FSDP2 shards over two ranks publishes versions, which any program reads whole.
+"""A trainer sharded over two ranks by FSDP2 publishes versions; any program can read them whole.
 
     torchrun --nproc-per-node=2 docs/examples/sharded_run.py train /tmp/run trainer.pem
     python docs/examples/sharded_run.py read /tmp/run KEY
 
 No rank gathers the model, and no rank knows the readers. ``/tmp/run`` may be a bucket, such as
-``s3://bucket/run``. All ranks sign with the key in ``trainer.pem``, which is made where there is
-none; the trainer prints its public half, ``KEY``, for readers. Needs
-``pip install sync-plugin-store``.
+``s3://bucket/run``. All ranks sign with the key in ``trainer.pem``, which is created if it does not
+exist. The trainer prints the public key, ``KEY``, for readers. Needs ``pip install
+sync-plugin-store``.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ VERSIONS = 3
 
 
 def make_policy(seed: int) -> nn.Sequential:
-    """The model, the same for all ranks."""
+    """Return the model, the same for all ranks."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
 
 def norm_of_output(policy: nn.Module) -> float:
-    """Evaluate the model; a sharded one by all of its ranks."""
+    """Evaluate the model; if it is sharded, all ranks must call this."""
     with torch.no_grad():
         return float(policy(torch.ones(64)).norm())
 
 
 def train(url: str, key: str) -> None:
-    """Be a rank of the trainer."""
+    """Run a rank of the trainer."""
     distributed.init_process_group("gloo")
     rank, size = distributed.get_rank(), distributed.get_world_size()
     policy = make_policy(seed=0)
@@ -49,7 +49,7 @@ def train(url: str, key: str) -> None:
             policy(torch.randn(8, 64)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            report = sender.send()  # returns when readers find the version
+            report = sender.send()  # returns when readers can find the version
             output = norm_of_output(policy)
             if rank == 0:
                 print(f"version {report.version}: output {output:.4f}")
@@ -59,7 +59,7 @@ def train(url: str, key: str) -> None:
 
 
 def read(url: str, key: str) -> None:
-    """Be a reader of the newest version."""
+    """Run a reader of the newest version."""
     policy = make_policy(seed=1)
     with Run(url, key) as run:
         address = run.address()

@@ -1,10 +1,10 @@
-"""A trainer that FSDP2 shards over two ranks updates two tensor-parallel workers; no rank gathers.
+"""A trainer sharded over two ranks by FSDP2 updates two tensor-parallel workers.
 
     torchrun --nproc-per-node=4 docs/examples/sharded_weights.py
 
-Ranks 0 and 1 train, ranks 2 and 3 are the workers. Each rank of the trainer sends the parts that
-it holds, each worker takes those that it needs. Needs
-``pip install sync-plugin-scale sync-plugin-dist``.
+Ranks 0 and 1 train, ranks 2 and 3 are the workers. No rank gathers the model: each rank of the
+trainer sends its parts, and each worker receives the parts that it needs. Needs ``pip install
+sync-plugin-scale sync-plugin-dist``.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ TRAINERS, WORKERS, VERSIONS = 2, 2, 3
 
 
 def make_policy() -> nn.Sequential:
-    """The model, the same for all ranks."""
+    """Return the model, the same for all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
 
 def norm_of_output(policy: nn.Module) -> float:
-    """Evaluate a sharded model, which is a collective of its ranks."""
+    """Evaluate a sharded model; all of its ranks must call this."""
     with torch.no_grad():
         return float(policy(torch.ones(64)).norm())
 
 
 def train(policy: nn.Module, mesh: DeviceMesh) -> None:
-    """Be a rank of the trainer."""
+    """Run a rank of the trainer."""
     fully_shard(policy, mesh=mesh)
     rank, optimizer = mesh.get_local_rank(), torch.optim.SGD(policy.parameters(), lr=0.1)
     with sync_core.Sender(Sharded("dist", rank, TRAINERS), policy, num_workers=WORKERS) as sender:
-        # Each worker needs an address of each rank; for workers of another job, write a file.
+        # Each worker needs an address from each rank; for workers of another job, use a file.
         own = [pickle.dumps(sender.address(i)) for i in range(WORKERS)]
         distributed.all_gather_object([None] * distributed.get_world_size(), own)
         for _ in range(VERSIONS):
@@ -54,7 +54,7 @@ def train(policy: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def act(policy: nn.Module, mesh: DeviceMesh) -> None:
-    """Be a worker, until the trainer has ended."""
+    """Run a worker, until the trainer has ended."""
     parallelize_module(policy, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     gathered: list[list[bytes]] = [[]] * distributed.get_world_size()
     distributed.all_gather_object(gathered, [])
@@ -71,7 +71,7 @@ def act(policy: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def main() -> None:
-    """Be the trainer or a worker, by the rank that torchrun gave."""
+    """Run the trainer or a worker, depending on the rank from torchrun."""
     distributed.init_process_group("gloo")
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("role", "rank"))
     role = train if distributed.get_rank() < TRAINERS else act

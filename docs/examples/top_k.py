@@ -1,10 +1,10 @@
-"""A layer that sends the largest changes of each update, and the rest with later ones.
+"""A layer that sends the largest changes in each update, and the rest in later ones.
 
     python docs/examples/top_k.py --fraction 0.01
 
-With the scheme ``increments::``, an update is then as large as the changes that were chosen. The
-others are not lost: each update is compared with what the workers have, so that small changes add
-up until they are among the largest (error feedback).
+With the scheme ``increments::``, an update is only as large as the chosen changes. The others are
+not lost: the layer compares each update with the workers' weights, so small changes add up until
+they are among the largest (error feedback).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from sync_core import BindContext, Receiver, SendContext, Sender, Update, hookim
 
 
 class TopK:
-    """Sends the elements that differ most from what the workers have.
+    """Sends the elements that differ most from the workers' weights.
 
-    The first version is whole. With the same weights, workers have all of them after
-    ``ceil(1 / fraction)`` updates. Tensors that are not of floating point are sent as they are.
+    The first version is whole. If the weights stay the same, workers have all of them after
+    ``ceil(1 / fraction)`` updates. Tensors that are not floating-point are sent unchanged.
 
     Args:
         fraction: the share of all elements that one update changes, above 0 and up to 1.
 
     Raises:
-        ValueError: ``fraction`` is something else.
+        ValueError: ``fraction`` is not in this range.
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
@@ -40,16 +40,16 @@ class TopK:
         self._sent: dict[str, Tensor] = {}
 
     def bind(self, context: BindContext) -> TopK:
-        """Return a layer with its own state, for one sender."""
+        """Return a layer with separate state for one sender."""
         del context
         return TopK(self.fraction)
 
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
-        """Replace the weights by those that the workers will have."""
+        """Replace the weights by the weights that the workers will have."""
         update = yield
         if context.version == 0:
-            return update  # for the layout alone
+            return update  # needed only for the layout
         weights = [tensor.detach() for tensor in update.tensors]
         names = [spec.name for spec in update.layout.specs]
         sent = [self._keep(name, tensor) for name, tensor in zip(names, weights, strict=True)]
@@ -58,7 +58,7 @@ class TopK:
         return update
 
     def _keep(self, name: str, weight: Tensor) -> Tensor:
-        """Return the tensor that workers have; at first, and of integers, a copy of the weight."""
+        """Return the workers' tensor; a copy of the weight at first, and for integers."""
         kept = self._sent.get(name)
         if kept is None or kept.shape != weight.shape or not _is_chosen(weight):
             kept = self._sent[name] = weight.clone()
@@ -70,7 +70,7 @@ def choose_largest(weights: list[Tensor], sent: list[Tensor], fraction: float) -
 
     Args:
         weights: the trainer's tensors.
-        sent: tensors of the same shapes, which are changed.
+        sent: tensors of the same shapes; changed in place.
         fraction: the share of all elements to copy.
     """
     pairs = [pair for pair in zip(weights, sent, strict=True) if _is_chosen(pair[0])]
@@ -87,28 +87,28 @@ def choose_largest(weights: list[Tensor], sent: list[Tensor], fraction: float) -
 
 
 def _is_chosen(weight: Tensor) -> bool:
-    """Return whether an update may leave out elements of the tensor."""
+    """Return whether an update may leave out some elements of the tensor."""
     return weight.dtype.is_floating_point and weight.element_size() > 1
 
 
 def _change(weight: Tensor, held: Tensor) -> Tensor:
-    """Return by how much each element differs; infinite where either is not a number."""
+    """Return by how much each element differs; infinite if either is not a number."""
     change = (weight.double() - held.double()).abs().flatten()
     change = change.nan_to_num_(torch.inf, torch.inf)
     return change.masked_fill_((weight == held).flatten(), 0.0)
 
 
 def train(scheme: str, layers: list[TopK], steps: int) -> tuple[list[int], float]:
-    """Train a model of 2.1 MB, and send each step to a worker; the bytes, and how stale it is.
+    """Train a model of 2.1 MB, and send each step to a worker; return the bytes and the distance.
 
     Args:
         scheme: the scheme.
-        layers: of the sender.
-        steps: of training.
+        layers: the layers of the sender.
+        steps: the number of training steps.
 
     Returns:
-        The bytes of each update, and the distance of the worker's model from the trainer's at the
-        end, relative to the distance that training went.
+        The bytes of each update, and the final distance of the worker's model from the trainer's,
+        relative to the distance between the trainer's first and last model.
     """
     torch.manual_seed(0)
     policy, copy, task = nn.Linear(512, 1024), nn.Linear(512, 1024), nn.Linear(512, 1024)
@@ -132,7 +132,7 @@ def train(scheme: str, layers: list[TopK], steps: int) -> tuple[list[int], float
 
 
 def main() -> None:
-    """Print the bytes of updates, whole, as increments, and with the layer."""
+    """Print the bytes of updates: whole, as increments, and with the layer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--fraction", type=float, default=0.01)
     parser.add_argument("--steps", type=int, default=50)

@@ -1,8 +1,8 @@
-"""A trainer and two workers of torch RPC, in a world that this program begins.
+"""A trainer and two workers of torch RPC, in a world that this program starts.
 
     python docs/examples/torch_rpc.py
 
-The workers run no code of sync-core: each has a model, which the sender finds by its path.
+The workers need no code of sync-core: the sender finds each worker's model by its path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ policy = nn.Linear(4, 2)
 
 
 def main() -> None:
-    """Begin the world, with a process for each member."""
+    """Start the world, with a process for each member."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     names = ["trainer", *WORKERS]
@@ -31,17 +31,17 @@ def main() -> None:
 
 
 def join(rank: int, names: list[str], port: int) -> None:
-    """Take part as one of the names; the first trains."""
+    """Run one member of the world; the first one trains."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     rpc.init_rpc(names[rank], rank=rank, world_size=len(names))
     if rank == 0:
         train()
-    # Returns when all have called it: until then the workers take calls.
+    # Returns after all members have called it; until then the workers execute calls.
     rpc.shutdown()
 
 
 def train() -> None:
-    """Send three versions, and look at what the workers have."""
+    """Send three versions, and check the workers' weights."""
     path = f"{join.__module__}:policy"
     with sync_core.Sender("rpc", policy, workers=WORKERS, model_id=path) as sender:
         for step in range(3):
@@ -54,7 +54,7 @@ def train() -> None:
 
 
 def bias() -> list[float]:
-    """The bias of this process's policy."""
+    """Return the bias of this process's policy."""
     values: list[float] = policy.bias.tolist()
     return values
 

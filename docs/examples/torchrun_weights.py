@@ -14,12 +14,12 @@ import sync_core
 
 
 def train(policy: nn.Module, versions: int, backend: str, topology: str, host: str) -> None:
-    """Send some versions; every worker has each when `send` returns."""
+    """Send some versions; when `send` returns, every worker has the version."""
     num_workers = distributed.get_world_size() - 1
     with sync_core.Sender(
         "dist", policy, num_workers=num_workers, backend=backend, topology=topology, host=host
     ) as sender:
-        # Any other way to bring an address to its worker is as good: a file, a queue, an RPC.
+        # Any other way to pass an address to its worker also works: a file, a queue, an RPC.
         addresses = [None, *map(sender.address, range(num_workers))]
         distributed.scatter_object_list([None], addresses, src=0)
         for value in range(1, versions + 1):
@@ -44,14 +44,14 @@ def act(policy: nn.Module) -> None:
 
 
 def main() -> None:
-    """Be the trainer or a worker, by the rank that torchrun gave."""
+    """Run the trainer or a worker, depending on the rank from torchrun."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--versions", type=int, default=5)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--topology", default="p2p")
     parser.add_argument("--host", default="127.0.0.1", help="the trainer's address for the others")
     arguments = parser.parse_args()
-    # This group is the script's own; sync-core neither needs nor touches it.
+    # The script uses this group only for itself; sync-core does not need it.
     distributed.init_process_group("gloo")
     policy = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
     if distributed.get_rank() == 0:

@@ -2,10 +2,10 @@
 
     python docs/examples/two_agents.py
 
-The speaker sees a colour, and the listener sees what the speaker said. Both are paid where the
-listener names the colour. ``Collector`` finds the adapter of PettingZoo by the entry point group
-``sync.environments``. Ends with status 0 when the mean return of the last 100 episodes has reached
-``--goal``; random actions have about 2.7 of 8.
+The speaker sees a colour, and the listener sees what the speaker said. Both are rewarded when the
+listener names the colour. ``Collector`` adapts PettingZoo's environments itself. Ends with status 0
+when the mean return of the last 100 episodes has reached ``--goal``; random actions reach about 2.7
+of 8.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ AGENTS = ("speaker", "listener")
 
 
 class Signals(ParallelEnv[str, Any, Any]):
-    """In each round the speaker says one of three words, which the listener hears in the next."""
+    """The speaker says one of three words, which the listener hears in the next round."""
 
     metadata: ClassVar[dict[str, Any]] = {"name": "signals_v0"}
     possible_agents: ClassVar[list[str]] = list(AGENTS)
 
     def observation_space(self, _: str) -> Box:
-        """A one-hot vector: the colour, or the word that was said."""
+        """Return the space of a one-hot vector: the colour, or the word that was said."""
         return Box(0, 1, (COLOURS,), np.float32)
 
     def action_space(self, _: str) -> Discrete:
-        """A word, or a colour."""
+        """Return the space of a word or a colour."""
         return Discrete(COLOURS)
 
     def reset(self, seed: int | None = None, options: Any = None) -> tuple[Any, Any]:
@@ -54,7 +54,7 @@ class Signals(ParallelEnv[str, Any, Any]):
         return self._seen(), {agent: {} for agent in self.agents}
 
     def step(self, actions: dict[str, Any]) -> tuple[Any, Any, Any, Any, Any]:
-        """Pay both, then let the listener hear, and draw the next colour."""
+        """Reward both, then let the listener hear the word, and draw the next colour."""
         reward = float(self._round > 0 and actions["listener"] == self._meant)
         self._word, self._meant = int(actions["speaker"]), self._colour
         self._colour, self._round = int(self._random.integers(COLOURS)), self._round + 1
@@ -94,7 +94,7 @@ class Policies(nn.Module):
 
 
 def advantages(reward: Tensor, value: Tensor, done: Tensor) -> Tensor:
-    """Discounted returns less the values; time is the last dimension."""
+    """Return discounted returns minus the values; time is the last dimension."""
     running, returns = value[..., -1] * 0, []
     for t in reversed(range(reward.shape[-1])):
         running = reward[..., t] + GAMMA * running * ~done[..., t]
@@ -103,7 +103,7 @@ def advantages(reward: Tensor, value: Tensor, done: Tensor) -> Tensor:
 
 
 def learn(batch: TensorDictBase, policies: Policies, optimizer: torch.optim.Optimizer) -> None:
-    """Improve each agent by its own frames."""
+    """Train each agent with its own frames."""
     done = batch["next", "done"].squeeze(-1)
     for agent in AGENTS:
         part, reward = batch[agent], batch["next", agent, "reward"].squeeze(-1)
@@ -120,7 +120,7 @@ def learn(batch: TensorDictBase, policies: Policies, optimizer: torch.optim.Opti
 
 
 def run(scheme: str, frames: int, goal: float, seed: int) -> bool:
-    """Learn, and return whether the goal was reached."""
+    """Train, and return whether the goal was reached."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     policies = Policies()

@@ -1,12 +1,12 @@
-"""Train at one site and collect at two others, which share a store and nothing else.
+"""Train at one site and collect at two others that share only a store.
 
     pip install sync-plugin-store
     python docs/examples/two_sites.py
 
-The store is a directory here; `--store s3://bucket/run` is one in S3. Where this user may, each
-site runs in a network namespace without a network, so nothing but the directory connects them. The
-trainer publishes its weights as one run, and each site its batches as another. An address of each
-run is given to the other side once; it has the public key that all of the run is checked with.
+The store is a directory here; `--store s3://bucket/run` uses S3. If the user is allowed to, each
+site runs in a network namespace without a network, so only the directory connects them. The trainer
+publishes its weights as one run, and each site publishes its batches as another. The other side
+gets the address of each run once; the address has the public key that verifies the run.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def train_at(store: str, steps: int) -> None:
 def learn(
     policy: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[dict[str, Tensor]]
 ) -> None:
-    """Take a step of REINFORCE."""
+    """Make a step of REINFORCE."""
     observation, action, reward = (
         torch.cat([batch[name] for batch in batches]) for name in make_batch()
     )
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def run(store: str, steps: int) -> None:
-    """Run all three in processes, without a network where the store is a directory."""
+    """Run all three in processes, without a network if the store is a directory."""
     command = [sys.executable, __file__, "--store", store, "--steps", str(steps), "--role"]
     apart = ["unshare", "--net"]
     if "://" not in store and can_be_apart(apart):
