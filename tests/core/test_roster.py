@@ -242,7 +242,7 @@ class World:
                 assert self.roster.wanted(worker_id, after=seen) is wanted
                 assert self.roster.wanted(worker_id, after=wanted.version) is None
         newest = None if self.closed else self.newest_for_all(len(self.sent))
-        assert self.roster.owed_to_new is newest
+        assert self.roster.all_owed().get(None) is newest
         kept = {each for each in (*owed.values(), newest) if each is not None}
         assert self.roster.owed() == set(self.roster.all_owed().values()) == kept
         besides = [i for i in self.places if self.random.random() < 0.5]

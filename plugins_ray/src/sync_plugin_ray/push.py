@@ -74,10 +74,11 @@ class PushSender(CallingTransport):
             context = replace(self.context, worker_ids=tuple(self.workers))
             self._mailbox = PullSender(context, self._cluster, self._store, owns_cluster=False)
             with self.lock:
-                if (newest := self.roster.owed_to_new) is not None:
+                owed = self.roster.all_owed()
+                if (newest := owed.pop(None, None)) is not None:
                     self._mailbox.repeat(newest, list(self.workers))
-                for each in self.workers:
-                    if (wanted := self.roster.wanted(each)) not in (None, newest):
+                for each, wanted in owed.items():
+                    if each is not None and wanted is not newest:
                         self._mailbox.repeat(wanted, [each])
         return self._mailbox.address(worker_id)
 

@@ -79,11 +79,6 @@ class Roster:
         """The workers."""
         return tuple(self._workers)
 
-    @property
-    def owed_to_new(self) -> Publication | None:
-        """The version that workers are owed when they are added."""
-        return self._owed_to_new
-
     def publish(self, publication: Publication, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Owe a version to these workers, and to workers that are added later if these are all.
 
@@ -118,9 +113,8 @@ class Roster:
 
         Args:
             publication: the version.
-            before: of a version that could not be offered, what `all_owed` returned before it was
-                published, which workers are owed again. A worker that commits the version all the
-                same is reported by a notice.
+            before: of a version that could not be offered, what `all_owed` returned before, which
+                workers are owed again. A worker that commits it all the same causes a notice.
         """
         owed = before or {}
         with self._lock:

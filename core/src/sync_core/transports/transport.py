@@ -378,10 +378,9 @@ def _forget_old(transport: SenderTransport, before: set[Publication]) -> None:
 class SenderTransport(ABC):
     """The sender's side of a transport; one serves all workers of a sender.
 
-    A transport gives itself a `roster`, and writes `address`, `publish`, `offer` and `close`. Its
-    threads report to the roster what they hear: `Roster.connected`, `Roster.answered`,
-    `Roster.lost`. A transport that keeps its own table of workers writes `send`, `add_worker` and
-    `remove_worker` instead of `publish` and `offer`, and needs no roster.
+    A transport makes a `roster`, writes `address`, `publish`, `offer` and `close`, and reports to
+    the roster what it hears. A transport with its own table of workers writes `send`, `add_worker`
+    and `remove_worker` instead of `publish` and `offer`, and needs no roster.
 
     Methods are called by one thread at a time. A worker that joins late or comes back is given,
     without a further call of `send`, the newest version that was meant for it or for all.
@@ -408,27 +407,19 @@ class SenderTransport(ABC):
         """
 
     def publish(self, payload: Payload) -> Publication:
-        """Put a version once, for any number of workers.
-
-        The payload's tensors are the trainer's own: they must have been read when this returns.
-        """
+        """Put a version once, and return when the payload's tensors, the trainer's, were read."""
         raise NotImplementedError(f"{type(self).__name__} defines neither publish nor send")
 
     def offer(self, publication: Publication, worker_ids: Sequence[int]) -> None:
-        """Let workers know of a version that was published, without waiting for them.
+        """Let workers know of a version, without waiting for them.
 
-        Args:
-            publication: the version.
-            worker_ids: workers that are owed it, also those that are lost; or one that was added,
-                or has connected.
+        These are the workers of a send that are owed it, also lost ones; or one that was added or
+        has connected, perhaps in another thread.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither offer nor send")
 
     def forget(self, publication: Publication) -> None:  # noqa: B027 - memory needs no call
-        """Delete a version that no worker is owed any more, after the next one was offered.
-
-        An exception is logged. `close` deletes what is left.
-        """
+        """Delete a version that no worker is owed any more; `close` deletes what is left."""
 
     def send(self, payload: Payload, worker_ids: Sequence[int]) -> Mapping[int, Delivery]:
         """Start delivering a version to some workers, without waiting for them.
@@ -449,41 +440,22 @@ class SenderTransport(ABC):
         return deliveries
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
-        """Wait until these deliveries have ended, or the timeout is over.
+        """Wait until these deliveries of a `send` have ended, at most ``timeout`` seconds.
 
         Called by the thread that waits for a send, while others may call the other methods. A
         transport overrides it to read answers in that thread, so that no other has to run.
-
-        Args:
-            deliveries: of one `send`.
-            timeout: in seconds.
         """
         wait_for_each(deliveries, timeout)
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
-        """Serve one more worker, and offer it the newest version that went to all.
-
-        Args:
-            worker_id: its id.
-            worker: its handle, where the sender was given ``workers``.
-        """
+        """Serve one more worker, whose handle is ``worker``, and offer it what went to all."""
         del worker
         owed = self.roster.add(worker_id)
         if owed is not None:
             self.offer(owed, [worker_id])
 
     def connected(self, worker_id: int, reader: object) -> bool:
-        """Let a receiver take a worker's place, and offer it the version that the worker is owed.
-
-        Called by the transport's own thread where receivers connect and do not ask for versions.
-
-        Args:
-            worker_id: the worker.
-            reader: see `Roster.connected`.
-
-        Returns:
-            False where there is no such worker.
-        """
+        """Do as `Roster.connected`, and offer the version that the worker is owed."""
         known = self.roster.connected(worker_id, reader)
         if known and (owed := self.roster.wanted(worker_id)) is not None:
             self.offer(owed, [worker_id])
