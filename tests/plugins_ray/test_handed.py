@@ -128,7 +128,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sender], list[int]]:
         update = transport._update_mailbox
 
         def noted() -> Any:
-            versions.append(max((each.version for each in transport._roster.owed()), default=0))
+            versions.append(max((each.version for each in transport.roster.owed()), default=0))
             return update()
 
         monkeypatch.setattr(transport, "_update_mailbox", noted)
