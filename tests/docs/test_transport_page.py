@@ -167,7 +167,7 @@ class OldReceiver(ReceiverTransport):
                     place.delivery.fail(WorkerLostError(self._worker_id, reason))
 
     def close(self) -> None:
-        pass
+        self.leave("closed its receiver")
 
     def _newer(self) -> Payload | None:
         place = self._sender.places.get(self._worker_id)
