@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,9 +37,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "authors" / "write-a-transport.md"
 def _of_page() -> Any:
     block = re.search(r"```python\n(# same_process\.py\n.*?)```", PAGE.read_text(), re.DOTALL)
     assert block is not None
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(block[1], names)
-    return names["SameProcess"]()
+    # A module, as addresses name the classes in it when they are pickled.
+    sys.modules["same_process"] = module = ModuleType("same_process")
+    exec(block[1], module.__dict__)
+    return module.SameProcess()
 
 
 class TestOfThePage(SchemeConformance):
