@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -13,14 +14,19 @@ from tests.scale.test_shards import address_of, like, send_all, trainer, weights
 from torch import Tensor
 
 from sync_core import (
+    Delivery,
     MembershipEvent,
+    Payload,
     Receiver,
     Sender,
     SenderLostError,
     SendError,
+    TransportContext,
     WorkerState,
+    hookimpl,
 )
 from sync_plugin_scale import Part, Sharded
+from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -190,6 +196,51 @@ def test_workers_come_and_go_while_all_ranks_send() -> None:
         assert last.versions[-1] == 40
 
 
+class Failing(ThreadSender):
+    """Raises once when it is given something for this worker."""
+
+    worker_id: int | None = None
+
+    def send(self, payload: Payload, worker_ids: Sequence[int]) -> dict[int, Delivery]:
+        if Failing.worker_id in worker_ids:
+            Failing.worker_id = None
+            raise MemoryError("no room")
+        return super().send(payload, worker_ids)
+
+
+class FailingScheme(ThreadScheme):
+    @hookimpl
+    def create_transport(self, context: TransportContext) -> Any:
+        return Failing(context) if context.side == "sender" else ThreadReceiver(context)
+
+
+def test_what_cannot_be_sent_to_one_worker_concerns_no_other() -> None:
+    whole = weights(w=(4, 2))
+    with (
+        trainer(whole, 1, scheme=FailingScheme(), timeout=8.0) as (sender,),
+        Receiver(address_of([sender]), like(whole)) as first,
+        ThreadPoolExecutor(1) as sending,
+    ):
+        Failing.worker_id = 1
+        with pytest.raises(MemoryError):
+            sender.add_worker()
+        late = sender.add_worker()
+        report = sending.submit(sender.send)
+        # The late one asks for its parts once the other was sent its own.
+        assert first.receive() == 1
+        Failing.worker_id = late
+        model = {"w": torch.zeros(2, 2)}
+        part = Part(model, {"w": ((1, 3), (0, 2))})
+        with Receiver(address_of([sender], late), part) as receiver:
+            with pytest.raises(SendError, match="worker 2: could not send version 1"):
+                report.result()
+            assert sender.workers[0].state is WorkerState.CURRENT
+            # From the copy of what went to all workers, of which the failed one is not one.
+            assert receiver.receive() == 1
+            assert torch.equal(model["w"], whole["w"][1:3])
+            wait_until_current(sender, late)
+
+
 def test_without_memory_for_a_copy_late_workers_wait_for_the_next_version(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,7 +249,7 @@ def test_without_memory_for_a_copy_late_workers_wait_for_the_next_version(
         trainer(whole, 2, timeout=20.0) as senders,
         Receiver(address_of(senders), like(whole)) as first,
     ):
-        monkeypatch.setattr("sync_plugin_scale.shards.late.Block", _NoMemory)
+        monkeypatch.setattr("sync_plugin_scale.shards.sender.Block", _NoMemory)
         assert send_all(senders, [first]) == [1]
         assert "no memory to keep version 1 for late workers" in caplog.text
         monkeypatch.undo()
