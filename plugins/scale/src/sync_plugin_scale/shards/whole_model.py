@@ -281,33 +281,9 @@ def wanted_regions(model: Any, trainer: WholeModel, *, cast: bool) -> dict[str, 
     wanted: dict[str, Region] = {}
     tied = dict(Layout.of({name: shard.tensor for name, shard in shards.items()}).aliases)
     for name, shard in shards.items():
-        if name not in theirs.index:
-            problems.append(f"{name!r} is in the model, not in the weights")
-            continue
-        spec = theirs.specs[theirs.index[name]]
-        floats = spec.dtype.is_floating_point and shard.tensor.dtype.is_floating_point
-        castable = cast and floats
-        if spec.dtype != shard.tensor.dtype and not castable:
-            advice = (
-                '; a layer that casts allows that: Sender(…, layers=["bf16"])' if floats else ""
-            )
-            kinds = f"{spec.dtype} in the weights and {shard.tensor.dtype} in the model"
-            problems.append(f"{name!r} is {kinds}{advice}")
-        if shard.shape is not None and shard.shape != spec.shape:
-            problems.append(
-                f"{name!r} is {list(spec.shape)} in the weights and {list(shard.shape)} in the "
-                "model; a part of a tensor needs its region: Receiver(address, "
-                "Part(model, regions={…}))"
-            )
-            continue
         owner = tied.get(name)
-        if owner is not None:
-            if not trainer.has_tied(name, owner):
-                problems.append(
-                    f"{name!r} and {owner!r} are one tensor in the model and two in the weights; "
-                    "make the model without that tie (tie_word_embeddings=False), or tie those sent"
-                )
-        elif size_of(shard.region):
+        problems += _differences(name, shard, owner, trainer, cast=cast)
+        if owner is None and size_of(shard.region):
             wanted[name] = shard.region
     if problems:
         shown = problems[:_SHOWN]
@@ -317,3 +293,30 @@ def wanted_regions(model: Any, trainer: WholeModel, *, cast: bool) -> dict[str, 
             "the weights do not fit the model; nothing was written:\n  " + "\n  ".join(shown)
         )
     return wanted
+
+
+def _differences(
+    name: str, shard: Shard, owner: str | None, trainer: WholeModel, *, cast: bool
+) -> Iterator[str]:
+    """Say how a tensor of a model, and of ``owner`` if it is tied, differs from the trainer's."""
+    theirs = trainer.layout
+    if name not in theirs.index:
+        yield f"{name!r} is in the model, not in the weights"
+        return
+    spec = theirs.specs[theirs.index[name]]
+    floats = spec.dtype.is_floating_point and shard.tensor.dtype.is_floating_point
+    if spec.dtype != shard.tensor.dtype and not (cast and floats):
+        advice = '; a layer that casts allows that: Sender(…, layers=["bf16"])' if floats else ""
+        kinds = f"{spec.dtype} in the weights and {shard.tensor.dtype} in the model"
+        yield f"{name!r} is {kinds}{advice}"
+    if shard.shape is not None and shard.shape != spec.shape:
+        yield (
+            f"{name!r} is {list(spec.shape)} in the weights and {list(shard.shape)} in the "
+            "model; a part of a tensor needs its region: Receiver(address, "
+            "Part(model, regions={…}))"
+        )
+    elif owner is not None and not trainer.has_tied(name, owner):
+        yield (
+            f"{name!r} and {owner!r} are one tensor in the model and two in the weights; "
+            "make the model without that tie (tie_word_embeddings=False), or tie those sent"
+        )
