@@ -12,6 +12,7 @@ from typing import Any, Literal
 import ray
 
 from sync_core.errors import AddressError
+from sync_core.transports import Roster
 from sync_plugin_ray.liveness import LivenessActor
 
 # How long a joining receiver waits for the sender, in seconds.
@@ -192,9 +193,9 @@ class Mailbox(LivenessActor):
 
     def _answer(self, worker_id: int, reader: str, seen: int) -> MailboxOffer | Gone | None:
         if self._closed:
-            return Gone("the sender was closed")
+            return Gone(Roster.CLOSED)
         if worker_id not in self._offers or worker_id not in self._readers:
-            return Gone(f"worker {worker_id} was removed from the sender")
+            return Gone(f"worker {worker_id} {Roster.REMOVED}")
         if not self._is_reader(worker_id, reader):
             return Gone("another receiver was given the same address")
         offer = self._offers[worker_id]

@@ -45,6 +45,7 @@ from sync_core.sending.source import Source
 from sync_core.sending.unchanged import Repeats, UnsentLog
 from sync_core.sending.worker_state import WorkerStatus
 from sync_core.stack import PushCounter
+from sync_core.transports.roster import Roster
 from sync_core.transports.transport import Delivery, SenderTransport
 from sync_core.updater import Updater, either
 from sync_core.weights.extras import Kinds, attached, checked, kinds_of
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from sync_core.sending.failure_policy import FailureHandler, OnFailure
 
 _log = logging.getLogger("sync_core")
-_CLOSED = "the sender was closed"
 # The trainer's side may take this long, in seconds, however short the deadline is: a deadline of
 # 0.01 s is for workers, and a thread may lose its core for longer than that; estimate.
 _LEAST = 0.1
@@ -593,7 +593,7 @@ class Sender(Updater):
                 self._begins = False
             if self._closed:
                 # By another thread, which did not see it yet.
-                pending.abandon(_CLOSED)
+                pending.abandon(Roster.CLOSED)
         if pending.undelivered:
             pending.wait()
         return pending
@@ -785,7 +785,7 @@ class Sender(Updater):
         pending = self._pending
         steps: list[Callable[[], object]] = [*self._closers]
         if pending is not None:
-            steps.insert(0, bind(pending.abandon, _CLOSED))
+            steps.insert(0, bind(pending.abandon, Roster.CLOSED))
         for step in steps:
             try:
                 step()

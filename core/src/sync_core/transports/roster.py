@@ -10,9 +10,6 @@ from typing import Any
 from sync_core.errors import WorkerError, WorkerLostError
 from sync_core.transports.transport import Answer, Delivery, Notice, unheard
 
-_REMOVED = "was removed from the sender"
-_CLOSED = "the sender was closed"
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Publication:
@@ -64,6 +61,9 @@ class Roster:
         (True, False)
     """
 
+    #: Why a worker gets no further version: a clause about it, and one about the sender.
+    REMOVED, CLOSED = "was removed from the sender", "the sender was closed"
+
     def __init__(
         self, worker_ids: Iterable[int] = (), notify: Callable[[int, Notice], None] = unheard
     ) -> None:
@@ -99,7 +99,8 @@ class Roster:
             for worker_id, delivery in deliveries.items():
                 worker = self._workers.get(worker_id)
                 if worker is None:
-                    delivery.fail(WorkerError(worker_id, _CLOSED if self._closed else _REMOVED))
+                    reason = self.CLOSED if self._closed else self.REMOVED
+                    delivery.fail(WorkerError(worker_id, reason))
                     continue
                 worker.owed, worker.delivery = publication, delivery
                 if worker.lost is not None:
@@ -191,9 +192,9 @@ class Roster:
         with self._lock:
             worker = self._workers.get(worker_id)
             if self._closed:
-                return _CLOSED
+                return self.CLOSED
             if worker is None or worker.reader is None:
-                return f"worker {worker_id} {_REMOVED}"
+                return f"worker {worker_id} {self.REMOVED}"
             if worker.reader != reader:
                 return "another receiver was given the same address"
             return None
@@ -300,7 +301,7 @@ class Roster:
         with self._lock:
             worker = self._workers.pop(worker_id, None)
             if worker is not None and worker.delivery is not None:
-                worker.delivery.fail(WorkerError(worker_id, _REMOVED))
+                worker.delivery.fail(WorkerError(worker_id, self.REMOVED))
             return worker is not None
 
     def close(self) -> None:
@@ -311,7 +312,7 @@ class Roster:
             self._owed_to_new = None
             for worker_id, worker in workers.items():
                 if worker.delivery is not None:
-                    worker.delivery.fail(WorkerError(worker_id, _CLOSED))
+                    worker.delivery.fail(WorkerError(worker_id, self.CLOSED))
 
     def _heard(self, worker_id: int, reader: object) -> _Worker | None:
         """Return the worker, unless another receiver has its place."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from sync_core import SenderTransport
-from sync_core.transports import uninterrupted
+from sync_core.transports import Roster, uninterrupted
 from sync_plugin_std.local.channel import (
     MAX_MESSAGE,
     TOO_MANY_FILES,
@@ -181,7 +181,7 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
             self._publisher.remove_worker(worker_id)
             peer = self._peers.pop(worker_id, None)
             if peer is not None:
-                self._say_gone(peer, f"worker {worker_id} was removed from the sender")
+                self._say_gone(peer, f"worker {worker_id} {Roster.REMOVED}")
 
     def close(self) -> None:
         """Let the workers know, and end the thread."""
@@ -330,8 +330,8 @@ class ServingTransport(SenderTransport, Generic[PeerT]):
     def _tear_down(self) -> None:
         with self._publisher.lock:
             for peer in tuple(self._connections):
-                self._say_gone(peer, "the sender was closed")
-                self._lose(peer, "the sender was closed")
+                self._say_gone(peer, Roster.CLOSED)
+                self._lose(peer, Roster.CLOSED)
             self._closing.close()
             for listener in self._listeners:
                 listener.close()

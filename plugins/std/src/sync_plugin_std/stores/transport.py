@@ -197,7 +197,7 @@ class StoreReceiver(ReceiverTransport):
         if not isinstance(wanted, dict):
             raise SenderLostError(f"the sender names no versions, but wanted={wanted!r:.80}")
         if str(self._worker_id) not in wanted:
-            raise SenderLostError(f"worker {self._worker_id} was removed from the sender")
+            raise SenderLostError(f"worker {self._worker_id} {Roster.REMOVED}")
         version = wanted[str(self._worker_id)]
         sealed = record.get("sealed")
         entry = sealed.get(str(version)) if isinstance(sealed, dict) else None
