@@ -239,6 +239,9 @@ class Delivery:
         self.ended_at: float | None = None
         #: Return a clause about a late worker, for the report.
         self.remark = ""
+        #: Return whether the worker may have the version, or get it, once the delivery has failed;
+        #: None where the transport does not know.
+        self.may_be_held: Callable[[], bool] | None = None
         # Reentrant, as the garbage collector may close a receiver in a thread that holds it.
         self._lock = threading.RLock()
         # Taken until the watchers were called. Not an Event, whose methods are written in

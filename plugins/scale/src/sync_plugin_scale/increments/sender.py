@@ -34,12 +34,11 @@ from sync_plugin_scale.increments.errors import IncrementError
 from sync_plugin_scale.increments.history import IncrementHistory, described
 from sync_plugin_scale.increments.options import Increments
 from sync_plugin_scale.increments.patch import Patch
+from sync_plugin_scale.resending import PayloadNumbers
 
 _log = logging.getLogger("sync_core")
 # How long closing waits for a version that is being sent again, in seconds.
 _PATIENCE = 1.0
-# The payloads whose numbers are kept, for answers that come late.
-_NUMBERS = 1024
 
 
 class _Line:
@@ -97,8 +96,7 @@ class IncrementalSender(SenderTransport):
         self._options = options
         self._notify = context.notify
         self._lines: dict[Layout, _Line] = {}
-        self._numbers: dict[int, int] = {}
-        self._number = 0
+        self._numbers = PayloadNumbers()
         # Held while the transport's methods are called, and histories are used.
         self._calling = threading.Lock()
         # For what is known of workers; no other lock is taken with it.
@@ -227,14 +225,11 @@ class IncrementalSender(SenderTransport):
     def _hand_over(self, part: _PayloadPart, **changed: Any) -> None:
         """Give the transport one payload under the next number."""
         version, whole = part.payload.version, not part.payload.base
-        self._number = max(self._number + 1, version)
-        self._numbers[self._number] = version
-        if len(self._numbers) > _NUMBERS:
-            del self._numbers[next(iter(self._numbers))]
+        number = self._numbers.take(version)
         with self._lock:
             for worker_id in part.worker_ids:
                 self._workers[worker_id].inner = None
-        payload = replace(part.payload, version=self._number, **changed)
+        payload = replace(part.payload, version=number, **changed)
         deliveries = self._transport.send(payload, part.worker_ids)
         if self._workers.keys() <= deliveries.keys():
             self._whole_to_new = version if whole else 0
@@ -312,8 +307,8 @@ class IncrementalSender(SenderTransport):
         if worker is None:
             return
         if notice.kind == "acknowledged":
-            version = self._numbers.get(notice.version)
-            if version is not None:
+            version = self._numbers.version_of(notice.version)
+            if version:
                 with self._lock:
                     self._learn(worker, None, version)
                 self._roster.answered(worker_id, worker, Answer(version=version))

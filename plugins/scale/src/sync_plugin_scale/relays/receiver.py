@@ -21,7 +21,6 @@ from sync_core import (
 )
 from sync_core.errors import AddressError, PayloadError
 from sync_plugin_scale.relays.version import (
-    AGAIN,
     CHUNK,
     CHUNK_HEAD,
     HEAD,
@@ -29,6 +28,7 @@ from sync_plugin_scale.relays.version import (
     ChunkedVersion,
     lane_context,
 )
+from sync_plugin_scale.resending import AGAIN
 
 if TYPE_CHECKING:
     from sync_plugin_scale.relays.chunks import Chunked

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sync_core import Answer, Delivery, Payload, SenderTransport, TransportContext, WorkerError
 from sync_core.transports import Notice, Publication, Roster, unheard
-from sync_plugin_scale.relays.version import AGAIN, LANES, ChunkedVersion, lane_context
+from sync_plugin_scale.relays.version import LANES, ChunkedVersion, lane_context
+from sync_plugin_scale.resending import AGAIN
 
 if TYPE_CHECKING:
     from sync_plugin_scale.relays.chunks import Chunked

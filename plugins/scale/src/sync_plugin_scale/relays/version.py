@@ -16,8 +16,6 @@ CHUNK, CHUNK_HEAD = RESERVED_PREFIX + "chunk", RESERVED_PREFIX + "chunk_head"
 LANES = 2
 #: The numbers of a chunk: version, index, bytes of the version, bytes of a chunk.
 HEAD = 4
-#: The request of a worker that lacks the chunks before the one it got.
-AGAIN = "again"
 
 
 @lru_cache(maxsize=64)

@@ -18,14 +18,13 @@ from sync_core import (
 )
 from sync_core.errors import PayloadError
 from sync_core.transports import Block
+from sync_plugin_scale.resending import AGAIN
 from sync_plugin_scale.two_phase.decision import Decision
 
 if TYPE_CHECKING:
     from sync_plugin_scale.two_phase.scheme import TwoPhase
 
 _log = logging.getLogger("sync_core")
-#: The request of a worker that has dropped a version before it was committed.
-AGAIN = "again"
 # After how many seconds without a decision a worker logs that it waits. A decision takes
 # milliseconds where all workers receive.
 _QUIET = 1.0

@@ -10,7 +10,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,9 +25,9 @@ from sync_core import (
     WorkerError,
     WorkerLostError,
 )
-from sync_core.transports import Block, Notice
+from sync_core.transports import Block, Notice, Publication, Roster
+from sync_plugin_scale.resending import AGAIN, PayloadNumbers
 from sync_plugin_scale.two_phase.decision import AbortedError, Decision
-from sync_plugin_scale.two_phase.receiver import AGAIN
 from sync_plugin_scale.two_phase.scheme import TwoPhase
 
 _log = logging.getLogger("sync_core")
@@ -35,52 +36,29 @@ _log = logging.getLogger("sync_core")
 _STAGING = 0.75
 # How long other threads wait for one that acts on what they have put, in seconds.
 _PATIENCE = 5.0
-# The decisions whose numbers are kept, for answers that come late.
-_NUMBERS = 1024
+# Stands for the workers that are added later among those that are owed a version. A version that
+# went to some workers is not owed to later ones, also where only these are left.
+_LATER = -1
+# The word of a worker that has committed a version; that of one that has dropped it is `AGAIN`.
+_COMMITTED = "committed"
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class _Packed:
-    """A version in memory of the sender's own, for workers that come after others have it."""
+    """A version in memory of the sender's own, for workers that come after others have it.
 
-    version: int
+    Args:
+        layout: the layout of the version.
+        block: the memory.
+        words: what workers have said of the version: that they have committed it, or dropped it.
+    """
+
     layout: Layout
     block: Block
+    words: dict[int, str] = field(default_factory=dict)
 
     def payload(self, number: int) -> Payload:
         return Payload(number, self.layout, self.block)
-
-
-@dataclass(eq=False)
-class _Member:
-    """The versions that a worker was sent last.
-
-    Args:
-        packed: the newest version that it was to commit; None for none.
-        aborted: whether it was sent a newer one that was not.
-        fresh: whether it may lack the version that it must have, as a new receiver does, and one
-            that has not answered.
-        again: whether it was sent a version again, and has committed none since.
-    """
-
-    packed: _Packed | None = None
-    aborted: bool = False
-    fresh: bool = True
-    again: bool = False
-
-
-class _TwoPhaseDelivery(Delivery):
-    """A version on its way to a worker, which ends when the worker has committed it, or cannot."""
-
-    def __init__(self, worker_id: int, packed: _Packed, round_: _Round) -> None:
-        super().__init__(worker_id, packed.version, packed.layout.nbytes)
-        self.round = round_
-        #: The deliveries of both transports.
-        self.inner: list[Delivery] = []
-
-    def may_be_held(self) -> bool:
-        """Return whether the worker, or one in its place, may have the version, or get it."""
-        return not self.round.decided.wait(_PATIENCE) or self.round.commits
 
 
 @dataclass(eq=False)
@@ -88,14 +66,12 @@ class _Round:
     """One version from the moment it is sent to the decision.
 
     Args:
-        number: under which it travels.
-        packed: the version.
-        to_all: whether it went to all workers.
-        suspects: workers that may not be waited for: see `TwoPhaseSender.wait`.
-        outgoing: what the workers of the send wait for.
-        joined: workers that came after the version was sent to all.
+        number: the number under which it travels.
+        publication: the version; its content is a `_Packed`.
+        outgoing: the deliveries to the workers of the send, without those that were removed.
+        reached: the workers that are told the decision: those of the send, and, where it went to
+            all, those that were added since, and `_LATER`.
         required: those without which it is not committed.
-        waited: whether the sender has said for which it waits.
         staged: those that have said that they have staged it.
         failures: those that have said that they cannot, or were lost.
         decided: ends with the decision.
@@ -103,21 +79,18 @@ class _Round:
     """
 
     number: int
-    packed: _Packed
-    to_all: bool
-    suspects: frozenset[int]
-    outgoing: dict[int, _TwoPhaseDelivery] = field(default_factory=dict)
-    joined: set[int] = field(default_factory=set)
-    required: set[int] = field(default_factory=set)
-    waited: bool = False
+    publication: Publication
+    outgoing: dict[int, Delivery]
+    reached: set[int]
+    required: set[int]
     staged: set[int] = field(default_factory=set)
     failures: dict[int, WorkerError] = field(default_factory=dict)
     decided: Delivery = field(default_factory=lambda: Delivery(-1, 0, 0))
     commits: bool = False
 
-    def reaches(self, worker_id: int) -> bool:
-        """Return whether the version is on its way to a worker, and not decided about."""
-        return not self.decided.ended and (worker_id in self.outgoing or worker_id in self.joined)
+    def may_be_held(self) -> bool:
+        """Return whether a worker, or one in its place, may have the version, or get it."""
+        return not self.decided.wait(_PATIENCE) or self.commits
 
 
 class TwoPhaseSender(SenderTransport):
@@ -134,15 +107,14 @@ class TwoPhaseSender(SenderTransport):
         # Of what follows, and of the transports, which take the calls of one thread at a time.
         # Callbacks of these, which have locks of their own, never take it.
         self._lock = threading.RLock()
-        self._members = {worker_id: _Member() for worker_id in context.worker_ids}
-        # As that of a worker that joins: what went to all.
-        self._joining = _Member()
+        # The versions that the transports have for the workers; those that were aborted left out.
+        self._sent = Roster(context.worker_ids)
+        # The versions that the workers must have: those that the sender decided to commit.
+        self._owed = Roster([*context.worker_ids, _LATER])
         self._round: _Round | None = None
-        self._number = self._decision_number = 0
-        # The version of each number, for the bases of increments inside.
-        self._numbered: dict[int, int] = {}
+        self._numbers, self._decision_numbers = PayloadNumbers(), PayloadNumbers()
         self._blocks: list[Block] = []
-        self._told: dict[int, Decision] = {}
+        # Workers that may not be waited for: see `wait`.
         self._suspects: frozenset[int] = frozenset()
         self._closed = False
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -165,30 +137,28 @@ class TwoPhaseSender(SenderTransport):
         before = self._round
         if before is not None and not before.decided.ended:
             # It was given up, and workers wait for the decision, not for this version.
-            self._events.put(partial(self._conclude, before, late=True))
+            self._put(self._decide, before, late=True)
             before.decided.wait(_PATIENCE)
         with self._lock:
-            self._next_number(payload.version)
             packed = self._pack(payload)
-            to_all = self._members.keys() <= set(worker_ids)
-            begun = _Round(self._number, packed, to_all, self._suspects, required=set(worker_ids))
-            begun.outgoing = {i: _TwoPhaseDelivery(i, packed, begun) for i in worker_ids}
-            self._round = begun
+            publication = Publication(payload.version, payload.nbytes, packed)
+            outgoing = self._sent.publish(publication, worker_ids)
+            begun = self._begin(publication, outgoing)
             travelling = replace(packed.payload(begun.number), packing=payload.packing)
             try:
                 deliveries = self._versions.send(travelling, worker_ids)
             except BaseException:
-                self._events.put(partial(self._conclude, begun, late=True, refused=True))
+                self._put(self._conclude, begun, begun.required, commit=False)
                 raise
             for worker_id, delivery in deliveries.items():
-                outgoing = begun.outgoing[worker_id]
-                outgoing.inner.append(delivery)
-                self._note_size(outgoing, delivery)
-                outgoing.on_end = partial(self._ended, outgoing)
+                outer = outgoing[worker_id]
+                self._note_size(outer, delivery)
+                outer.watch(partial(_give_up, delivery))
+                outer.on_end = partial(self._put, self._ended, begun, outer)
                 delivery.watch(partial(self._put, self._vote, begun))
             if not worker_ids:
-                self._events.put(partial(self._decide, begun))
-            return dict(begun.outgoing)
+                self._put(self._decide, begun)
+        return outgoing
 
     def wait(self, deliveries: Sequence[Delivery], timeout: float) -> None:
         """Wait for the decision about a version, and for the workers to act on it.
@@ -197,14 +167,13 @@ class TwoPhaseSender(SenderTransport):
         not have staged the version.
         """
         deadline = time.monotonic() + timeout
-        given = [delivery for delivery in deliveries if isinstance(delivery, _TwoPhaseDelivery)]
-        waiting = given[0].round if given else self._round
-        if waiting is not None and not waiting.decided.ended:
-            worker_ids = {delivery.worker_id for delivery in given}
-            self._events.put(partial(self._require, waiting, worker_ids))
-            if not waiting.decided.wait(timeout if self._aborts else timeout * _STAGING):
-                self._events.put(partial(self._conclude, waiting, late=True))
-                waiting.decided.wait(_PATIENCE)
+        current = self._round
+        if current is not None and {d.version for d in deliveries} <= {current.publication.version}:
+            worker_ids = {delivery.worker_id for delivery in deliveries}
+            self._put(self._require, current, worker_ids)
+            if not current.decided.wait(timeout if self._aborts else timeout * _STAGING):
+                self._put(self._decide, current, late=True)
+                current.decided.wait(_PATIENCE)
         super().wait(deliveries, max(0.0, deadline - time.monotonic()))
 
     def add_worker(self, worker_id: int, worker: Any = None) -> None:
@@ -212,24 +181,25 @@ class TwoPhaseSender(SenderTransport):
         with self._lock:
             self._versions.add_worker(worker_id, worker)
             self._decisions.add_worker(worker_id, worker)
-            self._members[worker_id] = added = replace(self._joining, fresh=True)
-            current = self._round
-            if current is not None and current.to_all and not current.decided.ended:
-                current.joined.add(worker_id)
-        if added.aborted:
-            self._events.put(partial(self._send_alone, worker_id))
+            self._owed.add(worker_id)
+            sent, current = self._sent.add(worker_id), self._round
+            if current is not None and sent is current.publication:
+                current.reached.add(worker_id)
+            self._connected(worker_id)
 
     def remove_worker(self, worker_id: int) -> None:
         """Stop serving a worker; the others do not wait for it any more."""
         with self._lock:
-            del self._members[worker_id]
+            current = self._round
+            if current is not None:
+                current.outgoing.pop(worker_id, None)
+                current.reached.discard(worker_id)
+                self._put(self._decide, current)
+            # First, so that the roster ends no delivery of theirs with its lock held.
             self._versions.remove_worker(worker_id)
             self._decisions.remove_worker(worker_id)
-            current = self._round
-        if current is not None and worker_id in current.outgoing:
-            error = WorkerError(worker_id, "was removed from the sender")
-            current.outgoing[worker_id].fail(error)
-            self._events.put(partial(self._decide, current))
+            self._owed.remove(worker_id)
+            self._sent.remove(worker_id)
 
     def close(self) -> None:
         """End the thread, and close both transports."""
@@ -240,60 +210,44 @@ class TwoPhaseSender(SenderTransport):
         with self._lock:
             self._versions.close()
             self._decisions.close()
+            self._owed.close()
+            self._sent.close()
             current, self._round = self._round, None
-            self._members.clear()
             self._blocks.clear()
         if current is not None:
             current.decided.acknowledge()
-            for worker_id, outgoing in current.outgoing.items():
-                if not outgoing.ended:
-                    outgoing.fail(WorkerError(worker_id, "the sender was closed"))
 
     def _pack(self, payload: Payload) -> _Packed:
         """Copy a version into memory of the sender's own."""
-        used = {id(m.packed.block) for m in (*self._members.values(), self._joining) if m.packed}
-        if self._round is not None and not self._round.decided.ended:
-            # Workers may yet be sent it again.
-            used.add(id(self._round.packed.block))
+        used = {each.content.block for each in self._owed.owed() | self._sent.owed()}
         # What no worker needs is kept for one more version, and no longer.
-        spare = [block for block in self._blocks if id(block) not in used]
-        self._blocks = [block for block in self._blocks if id(block) in used]
-        fitting = [block for block in spare if block.memory.nbytes == payload.nbytes]
+        spare = [each for each in self._blocks if each not in used]
+        fitting = [each for each in spare if each.nbytes == payload.nbytes]
         block = fitting[0] if fitting else Block.allocate(payload.nbytes)
-        self._blocks.append(block)
+        self._blocks = [*used, block]
         payload.pack(block)
-        return _Packed(payload.version, payload.layout, block)
+        return _Packed(payload.layout, block)
 
-    def _next_number(self, version: int) -> None:
-        """Take the number of the next payload, which carries this version."""
-        self._number = max(self._number + 1, version)
-        self._numbered[self._number] = version
-        if len(self._numbered) > _NUMBERS:
-            del self._numbered[next(iter(self._numbered))]
+    def _begin(self, publication: Publication, outgoing: Mapping[int, Delivery]) -> _Round:
+        """Begin a round for a version that was published."""
+        # Without workers that another thread has removed.
+        known = {i: delivery for i, delivery in outgoing.items() if not delivery.ended}
+        later = [_LATER] if self._sent.owed_to_new is publication else []
+        number = self._numbers.take(publication.version)
+        begun = _Round(number, publication, known, {*known, *later}, {*known})
+        for delivery in known.values():
+            delivery.may_be_held = begun.may_be_held
+        self._round = begun
+        return begun
 
-    def _note_size(self, outgoing: _TwoPhaseDelivery, delivery: Delivery) -> None:
+    def _note_size(self, outgoing: Delivery, delivery: Delivery) -> None:
         """Let the report say what of the version travelled."""
         outgoing.nbytes, outgoing.changed = delivery.nbytes, delivery.changed
-        outgoing.base = self._numbered.get(delivery.base, 0)
+        outgoing.base = self._numbers.version_of(delivery.base)
 
-    def _put(
-        self,
-        act: Callable[[_Round, Delivery, WorkerError | None], None],
-        current: _Round,
-        delivery: Delivery,
-        error: WorkerError | None,
-    ) -> None:
-        """Have the thread act on an outcome of a delivery of one of the transports."""
-        self._events.put(partial(act, current, delivery, error))
-
-    def _ended(self, outgoing: _TwoPhaseDelivery) -> None:
-        """The sender's delivery has ended, perhaps since the send was given up."""
-        if outgoing.error is None:
-            return
-        for delivery in outgoing.inner:
-            if not delivery.ended:
-                delivery.fail(outgoing.error)
-        self._events.put(partial(self._given_up, outgoing))
+    def _put(self, act: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Have the thread call a method."""
+        self._events.put(partial(act, *args, **options))
 
     def _run(self) -> None:
         while (act := self._events.get()) is not None:
@@ -303,222 +257,202 @@ class TwoPhaseSender(SenderTransport):
                         act()
             except Exception as error:
                 _log.exception("a version that was staged is not decided about")
-                self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        """End the send whose decision could not be sent."""
-        current = self._round
-        if current is None:
-            return
-        current.decided.acknowledge()
-        for worker_id, outgoing in current.outgoing.items():
-            if not outgoing.ended:
-                message = f"the decision about version {outgoing.version} was not sent: {error!r}"
-                outgoing.fail(AbortedError(worker_id, message))
+                current = self._round
+                if current is not None:
+                    current.decided.acknowledge()
+                    version = current.publication.version
+                    message = f"the decision about version {version} was not sent: {error!r}"
+                    _abort(current, message)
 
     # What follows runs in the thread, with the lock.
 
     def _require(self, current: _Round, worker_ids: set[int]) -> None:
         """Note for which workers the sender waits."""
-        current.required, current.waited = worker_ids, True
-        self._suspects = frozenset(current.outgoing) - worker_ids
-        self._decide(current)
+        if not current.decided.ended:
+            current.required = worker_ids
+            self._suspects = frozenset(current.outgoing) - worker_ids
+            self._decide(current)
 
     def _vote(self, current: _Round, delivery: Delivery, error: WorkerError | None) -> None:
         """Act on a worker's answer about a version: it has staged it, or cannot."""
-        worker_id = delivery.worker_id
-        outgoing = current.outgoing[worker_id]
-        if current.decided.ended or (error is not None and error is outgoing.error):
+        outgoing = current.outgoing.get(delivery.worker_id)
+        if outgoing is None or (error is not None and error is outgoing.error):
             return
-        if error is None:
+        if error is not None:
+            self._fail(current, delivery.worker_id, error)
+        elif not current.decided.ended:
             # It may have been sent whole after an increment was refused.
             self._note_size(outgoing, delivery)
-            current.staged.add(worker_id)
-        else:
-            self._failed(current, worker_id, error)
-        self._decide(current)
-
-    def _failed(self, current: _Round, worker_id: int, error: WorkerError) -> None:
-        current.staged.discard(worker_id)
-        current.failures[worker_id] = error
-        current.outgoing[worker_id].fail(error)
-
-    def _given_up(self, outgoing: _TwoPhaseDelivery) -> None:
-        """Decide about a version for which nothing waits any more."""
-        current = outgoing.round
-        known = outgoing.worker_id in current.failures or outgoing.worker_id not in self._members
-        if not current.decided.ended and not known:
-            self._conclude(current, late=True)
-
-    def _decide(self, current: _Round) -> None:
-        """Decide about a version, if enough workers have answered."""
-        if current.decided.ended:
-            return
-        required = current.required & self._members.keys()
-        failed = required & current.failures.keys()
-        missing = required - current.staged - failed
-        if self._aborts and failed:
-            # Before the sender waits, those that it may not wait for decide nothing.
-            if current.waited or failed - current.suspects:
-                self._conclude(current)
-        elif not missing:
-            self._conclude(current)
-
-    def _conclude(self, current: _Round, *, late: bool = False, refused: bool = False) -> None:
-        """Decide about a version now.
-
-        Args:
-            current: the version.
-            late: whether a worker that has not answered is too late.
-            refused: whether the transport raised when it was given the version.
-        """
-        if current.decided.ended:
-            return
-        required = current.required & self._members.keys()
-        failed = required & current.failures.keys()
-        missing = required - current.staged - failed if late else set()
-        commit = not refused and not (self._aborts and (failed or missing))
-        decision = Decision(current.number, current.packed.version, commit)
-        current.commits = commit
-        addressed = (current.outgoing.keys() | current.joined) & self._members.keys()
-        try:
-            self._tell(decision, sorted(addressed), current)
-        finally:
-            self._remember(current, addressed, commit=commit)
-            current.decided.acknowledge()
-        if not current.to_all and addressed == self._members.keys():
-            # Workers were removed meanwhile. The transport of decisions gives this one to a worker
-            # that joins, and that of versions gives it another version.
-            self._joining.aborted = True
-        self._suspects |= current.failures.keys() | missing
-        if not commit:
-            self._abort(current, missing)
-        lacking: dict[_Packed, list[int]] = {}
-        for worker_id in sorted(addressed):
-            member = self._members[worker_id]
-            if member.aborted and member.fresh and member.packed is not None:
-                lacking.setdefault(member.packed, []).append(worker_id)
-        for packed, worker_ids in lacking.items():
-            self._send_again(packed, worker_ids)
-
-    def _remember(self, current: _Round, addressed: set[int], *, commit: bool) -> None:
-        """Note the version that its workers must have."""
-        members = [self._members[worker_id] for worker_id in addressed]
-        if current.to_all:
-            members.append(self._joining)
-        for member in members:
-            member.aborted = not commit
-            if commit:
-                member.packed, member.fresh = current.packed, True
-
-    def _abort(self, current: _Round, missing: set[int]) -> None:
-        """Fail what workers wait for that are not at fault."""
-        causes = [f"{error}".partition("\n")[0] for error in current.failures.values()]
-        causes += [f"worker {worker_id} did not stage it in time" for worker_id in sorted(missing)]
-        why = "; ".join(causes) or "the send was given up"
-        message = f"no worker commits version {current.packed.version}: {why}"
-        for worker_id, outgoing in current.outgoing.items():
-            # One that is late is failed by the sender, which knows the deadline.
-            if not outgoing.ended and worker_id not in missing:
-                outgoing.fail(AbortedError(worker_id, message))
-
-    def _tell(self, decision: Decision, worker_ids: Sequence[int], current: _Round | None) -> None:
-        """Send workers a decision."""
-        self._decision_number += 1
-        self._told[self._decision_number] = decision
-        if len(self._told) > _NUMBERS:
-            del self._told[next(iter(self._told))]
-        deliveries = self._decisions.send(decision.to_payload(self._decision_number), worker_ids)
-        for worker_id, delivery in deliveries.items():
-            outgoing = None if current is None else current.outgoing.get(worker_id)
-            if outgoing is not None:
-                outgoing.inner.append(delivery)
-            delivery.watch(partial(self._answered_late, decision, outgoing))
-
-    def _answered_late(
-        self,
-        decision: Decision,
-        outgoing: _TwoPhaseDelivery | None,
-        delivery: Delivery,
-        error: WorkerError | None,
-    ) -> None:
-        self._events.put(partial(self._answered, decision, outgoing, delivery, error))
-
-    def _answered(
-        self,
-        decision: Decision,
-        outgoing: _TwoPhaseDelivery | None,
-        delivery: Delivery,
-        error: WorkerError | None,
-    ) -> None:
-        """Act on a worker's answer to a decision."""
-        worker_id, answer = delivery.worker_id, delivery.latest
-        if not decision.commit or (error and outgoing and error is outgoing.error):
-            return
-        member = self._members.get(worker_id)
-        if error is None and member is not None:
-            member.again = False
-            if member.packed is not None and member.packed.version <= decision.version:
-                member.fresh = False
-        if outgoing is None:
-            if error is None:
-                self._notify(worker_id, Notice("acknowledged", decision.version))
-        elif answer is not None and (error is None or answer.error is not None):
-            outgoing.acknowledge(replace(answer, version=decision.version, request=None))
-        elif error is None:
-            outgoing.acknowledge()
-        else:
-            outgoing.fail(error)
-        asks = answer is not None and answer.request == AGAIN and error is not None
-        if asks and member is not None and not member.again:
-            # Once: a worker that asks for ever must not keep the sender busy.
-            member.again = member.fresh = True
-            self._send_alone(worker_id)
-
-    def _send_alone(self, worker_id: int) -> None:
-        """Send one worker the version that it must have, about which the decision was made."""
-        member, current = self._members.get(worker_id), self._round
-        if member is None or member.packed is None:
-            return
-        if current is not None and current.reaches(worker_id):
-            # A version replaces the one before in a transport. If this one is aborted, the worker
-            # is sent its own afterwards.
-            member.fresh = True
-            return
-        self._send_again(member.packed, [worker_id])
-
-    def _send_again(self, packed: _Packed, worker_ids: Sequence[int]) -> None:
-        """Send workers a version once more, and that it is committed."""
-        self._next_number(packed.version)
-        for worker_id in worker_ids:
-            self._members[worker_id].aborted = False
-        if self._members.keys() <= set(worker_ids):
-            # Now a worker that joins is given this one.
-            self._joining.aborted = self._joining.packed is not packed
-        try:
-            self._versions.send(packed.payload(self._number), worker_ids)
-            self._tell(Decision(self._number, packed.version, commit=True), worker_ids, None)
-        except Exception:
-            # The version that is on its way to others is decided about all the same.
-            _log.exception("workers %s are not sent version %d", worker_ids, packed.version)
-            for member in (*map(self._members.__getitem__, worker_ids), self._joining):
-                member.aborted = True
-
-    def _connected(self, worker_id: int) -> None:
-        """Act on another receiver in a worker's place, which has no version."""
-        member = self._members.get(worker_id)
-        if member is not None:
-            member.fresh = True
-            if member.aborted:
-                self._send_alone(worker_id)
+            current.staged.add(delivery.worker_id)
+            self._decide(current)
 
     def _lost(self, worker_id: int, reason: str) -> None:
         """Act on a worker that is gone, perhaps after it had staged a version."""
         current = self._round
-        if current is None or current.decided.ended or worker_id not in current.staged:
+        if current is not None and worker_id in current.staged & current.outgoing.keys():
+            self._fail(current, worker_id, WorkerLostError(worker_id, reason))
+
+    def _fail(self, current: _Round, worker_id: int, error: WorkerError) -> None:
+        """Note that a worker cannot stage a version, or has it no more."""
+        if not current.decided.ended:
+            current.staged.discard(worker_id)
+            current.failures[worker_id] = error
+            current.outgoing[worker_id].fail(error)
+            self._decide(current)
+
+    def _ended(self, current: _Round, outgoing: Delivery) -> None:
+        """Decide about a version for which nothing waits any more, if the send was given up."""
+        waited_for = current.outgoing.keys() - current.failures.keys()
+        if outgoing.error is not None and outgoing.worker_id in waited_for:
+            self._decide(current, late=True)
+
+    def _decide(self, current: _Round, *, late: bool = False) -> None:
+        """Decide about a version, if enough workers have answered, or it is too late for others."""
+        required = current.required & current.outgoing.keys()
+        failed = required & current.failures.keys()
+        missing = required - current.staged - failed
+        # Before the sender waits, those that it may not wait for decide nothing.
+        enough = failed - self._suspects if self._aborts and failed else not missing
+        if late or enough:
+            late_ones = missing if late else set()
+            commit = not (self._aborts and (failed or late_ones))
+            self._conclude(current, late_ones, commit=commit)
+
+    def _conclude(self, current: _Round, late_ones: AbstractSet[int], *, commit: bool) -> None:
+        """Tell workers the decision, and send those that lack a version what they must have."""
+        if current.decided.ended:
             return
-        self._failed(current, worker_id, WorkerLostError(worker_id, reason))
-        self._decide(current)
+        current.commits = commit
+        reached = sorted(current.reached - {_LATER})
+        decision = Decision(current.number, current.publication.version, commit)
+        try:
+            self._tell(decision, reached, current.outgoing)
+        finally:
+            self._settle(current)
+            current.decided.acknowledge()
+        self._suspects |= current.failures.keys() | late_ones
+        if not commit:
+            causes = [f"{error}".partition("\n")[0] for error in current.failures.values()]
+            causes += [f"worker {i} did not stage it in time" for i in sorted(late_ones)]
+            why = "; ".join(causes) or "the send was given up"
+            message = f"no worker commits version {decision.version}: {why}"
+            # One that is late is failed by the sender, which knows the deadline.
+            _abort(current, message, besides=late_ones)
+        self._send_lacking(reached)
+
+    def _settle(self, current: _Round) -> None:
+        """Note what the decision means for its workers, and for those that are added later."""
+        newest, reached = self._sent.owed_to_new, current.reached
+        to_some = _LATER not in reached and reached.issuperset(self._sent.worker_ids)
+        if to_some and newest is not None and not self._undecided(newest):
+            # Workers were removed meanwhile. The transport of decisions gives this one to a worker
+            # that joins, and that of versions gives it another version.
+            self._sent.withdraw(newest)
+        if current.commits:
+            self._owed.publish(current.publication, tuple(reached))
+        else:
+            self._sent.withdraw(current.publication)
+
+    def _tell(
+        self, decision: Decision, worker_ids: Sequence[int], outgoing: Mapping[int, Delivery]
+    ) -> None:
+        """Send workers a decision; answers to one to commit end these deliveries."""
+        version = decision.version if decision.commit else 0
+        number = self._decision_numbers.take(version)
+        deliveries = self._decisions.send(decision.to_payload(number), worker_ids)
+        for worker_id, delivery in deliveries.items():
+            outer = outgoing.get(worker_id)
+            if outer is not None:
+                outer.watch(partial(_give_up, delivery))
+            if version:
+                delivery.watch(partial(self._put, self._answered, version, outer))
+
+    def _answered(
+        self,
+        version: int,
+        outgoing: Delivery | None,
+        delivery: Delivery,
+        error: WorkerError | None,
+    ) -> None:
+        """Act on a worker's answer to the decision to commit a version."""
+        if error is not None:
+            if outgoing is None or error is not outgoing.error:  # else the send was given up
+                self._refused(version, outgoing, delivery, error)
+            return
+        self._note(delivery.worker_id, version, _COMMITTED)
+        if outgoing is None:
+            self._notify(delivery.worker_id, Notice("acknowledged", version))
+        else:
+            answer = delivery.latest
+            outgoing.acknowledge(answer and replace(answer, version=version))
+
+    def _refused(
+        self, version: int, outgoing: Delivery | None, delivery: Delivery, error: WorkerError
+    ) -> None:
+        """Act on a worker that has not committed a version that it must commit."""
+        answer = delivery.latest
+        if answer is None or answer.error is None:
+            if outgoing is not None:
+                outgoing.fail(error)
+            return
+        if outgoing is not None:
+            outgoing.acknowledge(replace(answer, version=version, request=None))
+        if answer.request == AGAIN:
+            self._note(delivery.worker_id, version, AGAIN)
+
+    def _note(self, worker_id: int, version: int, word: str) -> None:
+        """Note what a worker says of a version, and send it again to one that has dropped it."""
+        owed = self._owed.wanted(worker_id)
+        if owed is None or owed.version != version:
+            return
+        words = owed.content.words
+        before, words[worker_id] = words.get(worker_id), word
+        # Once: a worker that asks for ever must not keep the sender busy.
+        if word == AGAIN != before:
+            self._send_lacking([worker_id], again=True)
+
+    def _connected(self, worker_id: int) -> None:
+        """Act on another receiver in a worker's place, which has no version."""
+        owed = self._owed.wanted(worker_id)
+        if owed is not None:
+            owed.content.words.pop(worker_id, None)
+            self._send_lacking([worker_id])
+
+    def _send_lacking(self, worker_ids: Iterable[int], *, again: bool = False) -> None:
+        """Send workers what they must have, unless the transports have that for them.
+
+        Args:
+            worker_ids: the workers.
+            again: whether to send it also where the transports have it.
+        """
+        lacking: dict[Publication, list[int]] = {}
+        for worker_id in worker_ids:
+            owed, sent = self._owed.wanted(worker_id), self._sent.wanted(worker_id)
+            # A version replaces the one before in a transport. If one that is not decided about is
+            # aborted, the worker is sent its own afterwards.
+            if owed is None or self._undecided(sent) or (owed is sent and not again):
+                continue
+            if owed.content.words.get(worker_id) != _COMMITTED:
+                lacking.setdefault(owed, []).append(worker_id)
+        for owed, some in lacking.items():
+            self._send_again(owed, some)
+
+    def _send_again(self, owed: Publication, worker_ids: Sequence[int]) -> None:
+        """Send workers a version once more, and that it is committed."""
+        number = self._numbers.take(owed.version)
+        try:
+            self._versions.send(owed.content.payload(number), worker_ids)
+            self._tell(Decision(number, owed.version, commit=True), worker_ids, {})
+            self._sent.publish(owed, worker_ids)
+        except Exception:
+            # The version that is on its way to others is decided about all the same.
+            _log.exception("workers %s are not sent version %d", worker_ids, owed.version)
+
+    def _undecided(self, publication: Publication | None) -> bool:
+        current = self._round
+        if current is None or current.decided.ended:
+            return False
+        return publication is current.publication
 
     # Called by the transports, in threads of theirs.
 
@@ -527,13 +461,26 @@ class TwoPhaseSender(SenderTransport):
             return  # a late worker has staged a version that was decided about
         # The sender learns it after the answers that came before.
         if notice.kind == "connected":
-            self._events.put(partial(self._connected, worker_id))
+            self._put(self._connected, worker_id)
         else:
-            self._events.put(partial(self._lost, worker_id, notice.reason))
-        self._events.put(partial(self._notify, worker_id, notice))
+            self._put(self._lost, worker_id, notice.reason)
+        self._put(self._notify, worker_id, notice)
 
     def _heard_of_decision(self, worker_id: int, notice: Notice) -> None:
-        decision = self._told.get(notice.version)
-        if notice.kind == "acknowledged" and decision is not None and decision.commit:
-            told = Notice("acknowledged", decision.version)
-            self._events.put(partial(self._notify, worker_id, told))
+        version = self._decision_numbers.version_of(notice.version)
+        if notice.kind == "acknowledged" and version:
+            self._put(self._note, worker_id, version, _COMMITTED)
+            self._put(self._notify, worker_id, Notice("acknowledged", version))
+
+
+def _abort(current: _Round, message: str, besides: AbstractSet[int] = frozenset()) -> None:
+    """Fail the deliveries that have not ended, of workers that are not at fault."""
+    for worker_id, outgoing in list(current.outgoing.items()):
+        if not outgoing.ended and worker_id not in besides:
+            outgoing.fail(AbortedError(worker_id, message))
+
+
+def _give_up(inner: Delivery, outer: Delivery, error: WorkerError | None) -> None:
+    """Fail a transport's delivery with that of the sender, which ends every wait for it."""
+    if error is not None and error is outer.error and not inner.ended:
+        inner.fail(error)
