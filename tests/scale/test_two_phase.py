@@ -213,26 +213,6 @@ def test_a_worker_that_is_removed_is_not_waited_for(scheme: TwoPhase) -> None:
         assert failure.value.report.updated == (0,)
 
 
-@pytest.mark.parametrize("joins", ["before the send ends", "after that"])
-def test_a_late_worker_gets_the_version_that_the_others_have(scheme: TwoPhase, joins: str) -> None:
-    with Fleet(scheme, 2) as fleet:
-        fleet.send(0, 1)
-        if joins == "after that":
-            assert fleet.send(0, give_up=True).updated == ()
-            fleet.connect(fleet.sender.add_worker())
-        else:
-            pending = fleet.sender.send_async()
-            fleet.connect(fleet.sender.add_worker())
-            with pytest.raises(SendError):
-                pending.wait(0.0)
-        assert fleet.receivers[2].receive(20.0) == 1
-        # So does another receiver in a worker's place.
-        fleet.connect(0)
-        assert fleet.receivers[0].receive(20.0) == 1
-        assert fleet.values() == {0: {1.0}, 1: {1.0}, 2: {1.0}}
-        assert fleet.send(0, 1, 2).updated == (0, 1, 2)
-
-
 @pytest.mark.parametrize("who", ["a late worker", "another receiver"])
 def test_a_send_reaches_who_came_right_before_it(who: str) -> None:
     with Fleet("two_phase::thread", 2) as fleet:
@@ -339,38 +319,24 @@ class History:
 
     def __init__(self, fleet: Fleet, chance: random.Random) -> None:
         self.fleet, self.chance = fleet, chance
-        self.owed = dict.fromkeys(fleet.receivers, 0)
-        self.owed_to_new = 0
-        self.removed: list[int] = []
+        self.owed, self.owed_to_new = dict.fromkeys(fleet.receivers, 0), 0
         self.aborted: set[int] = set()
 
-    def act(self) -> None:
-        """Do the next thing."""
-        act = self.chance.choice(["send", "send", "send", "silent", "change", "change", "look"])
-        if act == "change":
-            self.change(*self.choose_change())
-        elif act == "look":
-            self.look()
-        else:
-            self.send(silent=act == "silent")
-
     def choose_change(self) -> tuple[str, int]:
-        kinds = ["replace", *["add"] * (len(self.owed) < 5), *["remove"] * (len(self.owed) > 2)]
+        added, removed = ["add"] * (len(self.owed) < 5), ["remove"] * (len(self.owed) > 2)
+        kinds = ["replace", "add again", *added, *removed]
         return self.chance.choice(kinds), self.chance.choice(list(self.owed))
 
     def change(self, kind: str, worker_id: int) -> None:
         if kind == "replace":
             self.fleet.connect(worker_id)
-        elif kind == "remove":
+        if kind in ("remove", "add again"):
             self.fleet.remove(worker_id)
             del self.owed[worker_id]
-            self.removed.append(worker_id)
-        else:
-            # Perhaps under an id that another worker had.
-            again = self.removed.pop() if self.removed and self.chance.random() < 0.5 else None
-            worker_id = self.fleet.sender.add_worker(again)
-            self.fleet.connect(worker_id)
-            self.owed[worker_id] = self.owed_to_new
+        if kind in ("add", "add again"):
+            added = self.fleet.sender.add_worker(worker_id if kind == "add again" else None)
+            self.fleet.connect(added)
+            self.owed[added] = self.owed_to_new
 
     def look(self) -> None:
         """Let each worker that lacks its version receive it."""
@@ -379,30 +345,29 @@ class History:
             assert receiver.version == version or receiver.receive(20.0) == version
 
     def send(self, *, silent: bool) -> None:
-        """Send to some workers, one of which may be silent; some change while they stage."""
+        """Send to some workers, one perhaps silent; workers may change before they stage it."""
         ids = set(self.owed)
         some = set(self.chance.sample(sorted(ids), self.chance.randint(1, len(ids))))
         receiving = some - set(self.chance.sample(sorted(some), int(silent)))
-        kind, target = self.choose_change()
-        changes = self.chance.random() < 0.5 and not (silent and target in some)
-        if changes and kind == "remove":
-            receiving.discard(target)
+        kind, worker_id = self.choose_change()
+        hit = kind != "add" and worker_id in some
+        changes = self.chance.random() < 0.5 and not (silent and hit)
+        if changes and hit:
+            receiving.discard(worker_id)
         report = self.fleet.send(
             *receiving,
             only=sorted(some),
             give_up=silent,
-            meanwhile=partial(self.change, kind, target) if changes else int,
+            meanwhile=partial(self.change, kind, worker_id) if changes else int,
         )
-        if silent or (changes and kind == "replace" and target in some):
+        if silent or (changes and hit and kind == "replace"):
             # The receiver that another one replaces leaves.
             assert report.updated == ()
             self.aborted.add(report.version)
             return
         assert report.updated == tuple(sorted(receiving))
-        self.owed |= dict.fromkeys(receiving, report.version)
-        if some == ids:
-            self.owed |= dict.fromkeys(self.owed.keys() - ids, report.version)
-            self.owed_to_new = report.version
+        self.owed |= dict.fromkeys(self.owed if some == ids else receiving, report.version)
+        self.owed_to_new = report.version if some == ids else self.owed_to_new
 
 
 @pytest.mark.parametrize("inner", ["thread", "increments::shm", "chunked::shm"])
@@ -413,8 +378,15 @@ def test_in_any_history_a_version_is_everywhere_or_nowhere(inner: str, seed: int
     with Fleet(TwoPhase(inner), 3) as fleet:
         history = History(fleet, random.Random(f"{inner} {seed}"))
         for _ in range(25):
-            history.act()
-            assert all(len(values) == 1 for values in fleet.values().values())
+            act = history.chance.choice(["send"] * 3 + ["silent", "look", "change", "change"])
+            if act == "change":
+                history.change(*history.choose_change())
+            elif act == "look":
+                history.look()
+            else:
+                history.send(silent=act == "silent")
+            versions = {i: receiver.version for i, receiver in fleet.receivers.items()}
+            assert fleet.values() == {i: {float(version)} for i, version in versions.items()}
         history.look()
         for version in history.aborted:
             assert not fleet.committed[version], (version, fleet.committed)
