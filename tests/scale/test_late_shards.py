@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
 from tests.scale.test_shards import address_of, like, send_all, trainer, weights
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from sync_core import (
     hookimpl,
 )
 from sync_plugin_scale import Part, Sharded
-from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -48,8 +48,9 @@ class Connection:
         #: The target of the next connection, where another model was registered.
         self.successor: Target | None = None
         self.transport = target.connect(timeout, background=background)
+        reason = "dropped its receiver without closing it"
         self._leave: weakref.finalize[..., Any] = weakref.finalize(
-            owner, _leave, self.transport, target.lease, os.getpid()
+            owner, _leave, self.transport, target.lease, os.getpid(), reason
         )
         self._leave.atexit = False
 
@@ -59,16 +60,11 @@ class Connection:
         if payload is not None:
             payload.release()
         if ending := self._leave.detach():
-            _, leave, arguments, _ = ending
-            leave(*arguments, reason)
+            *arguments, _ = ending[2]
+            _leave(*arguments, reason)
 
 
-def _leave(
-    transport: ReceiverTransport,
-    lease: LentPayload,
-    process: int,
-    reason: str = "dropped its receiver without closing it",
-) -> None:
+def _leave(transport: ReceiverTransport, lease: LentPayload, process: int, reason: str) -> None:
     lease.end()
     try:
         # Not for a process that was forked from the receiver's.

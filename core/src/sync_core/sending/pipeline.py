@@ -21,12 +21,7 @@ from sync_core.registry import Plugin
 from sync_core.sending.membership import Membership
 from sync_core.sending.source import Source
 from sync_core.stack import Defaults, PluginStack, layouts_before
-from sync_core.transports.transport import (
-    Delivery,
-    SenderTransport,
-    closed_if_it_fails,
-    unheard,
-)
+from sync_core.transports.transport import Delivery, SenderTransport, closed_if_it_fails, unheard
 from sync_core.weights.layout import Layout
 from sync_core.weights.payload import Payload, Update
 from sync_core.weights.streamed import TensorStream
