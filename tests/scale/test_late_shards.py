@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_plugin_std.thread import ThreadReceiver, ThreadScheme, ThreadSender
+from sync_plugin_std.schemes.thread import ThreadReceiver, ThreadScheme, ThreadSender
 from tests.scale.test_shards import address_of, like, send_all, trainer, weights
 from torch import Tensor
 

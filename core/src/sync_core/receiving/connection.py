@@ -60,8 +60,8 @@ class Connection:
         if payload is not None:
             payload.release()
         if ending := self._leave.detach():
-            *arguments, _ = ending[2]
-            _leave(*arguments, reason)
+            transport, lease, process, _ = ending[2]
+            _leave(transport, lease, process, reason)
 
 
 def _leave(transport: ReceiverTransport, lease: LentPayload, process: int, reason: str) -> None:

@@ -79,6 +79,11 @@ class Roster:
         """The workers."""
         return tuple(self._workers)
 
+    @property
+    def owed_to_new(self) -> Publication | None:
+        """The version that workers are owed when they are added."""
+        return self._owed_to_new
+
     def publish(self, publication: Publication, worker_ids: Sequence[int]) -> dict[int, Delivery]:
         """Owe a version to these workers, and to workers that are added later if these are all.
 
