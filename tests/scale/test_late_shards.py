@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from sync_plugin_std.schemes.thread import ThreadReceiver, ThreadScheme, ThreadSender
 from tests.scale.test_shards import address_of, like, send_all, trainer, weights
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from sync_core import (
     hookimpl,
 )
 from sync_plugin_scale import Part, Sharded
+from sync_plugin_std.schemes.thread import ThreadReceiver, ThreadScheme, ThreadSender
 
 pytestmark = pytest.mark.timeout(60)
 
