@@ -324,7 +324,9 @@ class Fleet(RuleBasedStateMachine):
     def send_to(self, to: set[int]) -> None:
         """Send to receiving workers, and let them receive."""
         self.start_send(to, self.cases.slack)
-        calls = [self.pool.submit(i, Worker.receive, self.cases.slack) for i in sorted(to)]
+        # A worker may have staged a version before, which the others have committed.
+        held = 0 if self.lonely() else self.sender.version
+        calls = [self.pool.submit(i, _receive, self.cases.slack, held) for i in sorted(to)]
         received = ended(calls, "receive() of workers that a version is for")
         for worker_id, first in zip(sorted(to), received, strict=True):
             version = first
@@ -373,6 +375,12 @@ class Fleet(RuleBasedStateMachine):
             life.committed(version)
         else:
             life.looked()
+
+
+def _receive(worker: Worker, seconds: float, version: int) -> int | None:
+    """Receive; once more where a version comes that is older than this one."""
+    received = worker.receive(seconds)
+    return worker.receive(seconds) if received is not None and received < version else received
 
 
 def _stage_at_once(worker: Worker) -> int | None:
