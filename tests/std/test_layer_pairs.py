@@ -131,4 +131,4 @@ def test_every_layer_has_a_conformance_class() -> None:
     installed = {entry.load() for entry in registry.installed(registry.LAYERS)}
     ours = {layer for layer in installed if layer.__module__.startswith("sync_plugin_std.")}
     assert ours <= kinds
-    assert len(ours) == 19
+    assert len(ours) == 21

@@ -12,8 +12,19 @@ from torch import nn
 import sync_plugin_std
 from sync_core import Receiver, Sender, SendError, Update, hookimpl, registry
 from sync_core.errors import PayloadError
-from sync_plugin_std import BFloat16, Fuse, Interval, Rename, Select, Split, fuse, rename, zstd
-from sync_testing import LayerConformance, Negated
+from sync_plugin_std import (
+    BFloat16,
+    Fuse,
+    Interval,
+    Rename,
+    Select,
+    Split,
+    fuse,
+    keep,
+    rename,
+    zstd,
+)
+from sync_testing import LayerConformance, LayerPairConformance, Negated
 
 
 class Mixed(nn.Module):
@@ -165,6 +176,23 @@ class TestSelect(LayerConformance):
 
 class TestSelectWithoutTheRest(LayerConformance):
     layer = Select("*", send_rest=False)
+
+
+class TestFinite(LayerConformance):
+    layer = "finite"
+
+
+class TestKeep(LayerPairConformance):
+    layer = keep("noise")
+
+    def make_source(self, seed: int) -> Any:
+        return {"w": torch.full((3,), float(seed)), "noise": torch.full((2,), float(seed))}
+
+    def make_target(self) -> Any:
+        return {"w": torch.zeros(3), "noise": torch.full((2,), 7.0)}
+
+    def expected(self, source: Any) -> Any:
+        return source | {"noise": torch.full((2,), 7.0)}
 
 
 class TestChecksum(LayerConformance):
