@@ -19,11 +19,9 @@ class Keep:
     tables that depend on the longest input so far.
 
     Args:
-        names: patterns of the names of these tensors; ``*`` stands for anything. A pattern that
+        name: a pattern of the names of these tensors; ``*`` stands for anything. A pattern that
             matches no name is an error when the sender is made.
-
-    Raises:
-        ValueError: no pattern is given.
+        names: more patterns.
 
     Example:
         >>> import torch
@@ -38,11 +36,8 @@ class Keep:
         tensor([7., 7.])
     """
 
-    def __init__(self, *names: str) -> None:
-        if not names:
-            raise ValueError('keep needs the names of tensors, such as keep("*_epsilon")')
-        self._names = names
-        self._patterns = {name: compiled(name) for name in names}
+    def __init__(self, name: str, *names: str) -> None:
+        self._patterns = {each: compiled(each) for each in (name, *names)}
         # At the sender: a layout, that without these tensors, and the positions that travel.
         self._known: tuple[Layout, Layout, list[int]] | None = None
         # At the receiver: a layout, the worker's own tensors, and the layout with these.
@@ -52,7 +47,7 @@ class Keep:
     def bind(self, context: BindContext) -> Keep:
         """Return a layer for one end of one worker."""
         del context
-        return Keep(*self._names)
+        return Keep(*self._patterns)
 
     @hookimpl(wrapper=True)
     def prepare_weights(self, context: SendContext) -> Generator[None, Update, Update]:
