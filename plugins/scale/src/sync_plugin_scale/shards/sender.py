@@ -55,7 +55,7 @@ _PATIENCE = 1.0
 
 
 @dataclass(eq=False)
-class _Recipient:
+class _ShardRecipient:
     """What a worker wants of this rank, and what the inner transport has for it.
 
     Args:
@@ -107,10 +107,10 @@ class ShardedSender(SenderTransport):
         self._versions: dict[int, int] = {}
         self._layouts: dict[tuple[Request, tuple[TensorSpec, ...]], Layout] = {}
         self._roster = Roster((), context.notify)
-        self._recipients: dict[int, _Recipient] = {}
+        self._recipients: dict[int, _ShardRecipient] = {}
         self._block: Block | None = None
         self._copy: Payload | None = None
-        self._requests: queue.SimpleQueue[_Recipient | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_ShardRecipient | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._inner = scheme.inner_sender(
             context,
@@ -138,7 +138,7 @@ class ShardedSender(SenderTransport):
         for each in left:
             each.outgoing = outgoing[each.worker_id]
         self._ask_again(left)
-        results: dict[_Recipient, Exception | None] = {}
+        results: dict[_ShardRecipient, Exception | None] = {}
         for share in (8, 2):
             results |= self._hand_over(left, payload, started + self._timeout / share)
             left = [each for each in left if each not in results]
@@ -190,17 +190,17 @@ class ShardedSender(SenderTransport):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_PATIENCE)
 
-    def _add(self, worker_id: int) -> _Recipient:
-        added = self._recipients[worker_id] = _Recipient(worker_id)
+    def _add(self, worker_id: int) -> _ShardRecipient:
+        added = self._recipients[worker_id] = _ShardRecipient(worker_id)
         self._roster.add(worker_id, added)
         return added
 
-    def _ask(self, recipients: Sequence[_Recipient]) -> None:
+    def _ask(self, recipients: Sequence[_ShardRecipient]) -> None:
         if recipients:
             question = torch.zeros(1, dtype=torch.uint8, device="cpu")
             self._give(recipients, Payload(0, _ASK_LAYOUT, (question,)))
 
-    def _ask_again(self, recipients: Sequence[_Recipient]) -> None:
+    def _ask_again(self, recipients: Sequence[_ShardRecipient]) -> None:
         """Ask those whose question has ended without a request, as they were lost."""
         with self._lock:
             for each in recipients:
@@ -208,7 +208,7 @@ class ShardedSender(SenderTransport):
             unknown = [each for each in recipients if each.request is None]
             self._ask([each for each in unknown if each.inner is None or each.inner.ended])
 
-    def _take_request(self, recipient: _Recipient) -> None:
+    def _take_request(self, recipient: _ShardRecipient) -> None:
         """Take what a worker, or another in its place, has answered by, if that is new."""
         answer = None if recipient.inner is None else recipient.inner.latest
         if answer is None or answer.request is None or answer is recipient.answer:
@@ -222,20 +222,20 @@ class ShardedSender(SenderTransport):
             recipient.refused = str(error)
 
     def _hand_over(
-        self, recipients: Sequence[_Recipient], payload: Payload, deadline: float
-    ) -> dict[_Recipient, Exception | None]:
+        self, recipients: Sequence[_ShardRecipient], payload: Payload, deadline: float
+    ) -> dict[_ShardRecipient, Exception | None]:
         """Send parts to those that request some by the deadline; return what each raised."""
         # Those that never made a request.
         unknown = [each for each in recipients if each.request is None and not each.waited]
         if awaited := [each.inner for each in unknown if each.inner is not None]:
             self._inner.wait(awaited, max(0.0, deadline - time.monotonic()))
-        groups: dict[Request, list[_Recipient]] = {}
+        groups: dict[Request, list[_ShardRecipient]] = {}
         with self._lock:
             for each in recipients:
                 self._take_request(each)
                 if each.request is not None:
                     groups.setdefault(each.request, []).append(each)
-        results: dict[_Recipient, Exception | None] = {}
+        results: dict[_ShardRecipient, Exception | None] = {}
         for request, group in groups.items():
             try:
                 self._send_parts(group, request, payload)
@@ -246,7 +246,7 @@ class ShardedSender(SenderTransport):
         return results
 
     def _send_parts(
-        self, recipients: Sequence[_Recipient], request: Request, payload: Payload
+        self, recipients: Sequence[_ShardRecipient], request: Request, payload: Payload
     ) -> None:
         count = len(self._holding.tensors)
         layout = self._layout_of(request, payload.layout.specs[count:])
@@ -258,7 +258,7 @@ class ShardedSender(SenderTransport):
         packed = Payload(payload.version, layout, parts, packing=payload.packing)
         self._give(recipients, packed)
 
-    def _give(self, recipients: Sequence[_Recipient], payload: Payload) -> None:
+    def _give(self, recipients: Sequence[_ShardRecipient], payload: Payload) -> None:
         """Give the inner transport one payload under the next number."""
         version = payload.version
         with self._lock:
@@ -290,7 +290,7 @@ class ShardedSender(SenderTransport):
 
     def _answered(
         self,
-        recipient: _Recipient,
+        recipient: _ShardRecipient,
         version: int,
         outgoing: Delivery | None,
         inner: Delivery,
@@ -314,7 +314,7 @@ class ShardedSender(SenderTransport):
         elif error is not None and outgoing is not None:
             self._roster.failed(recipient.worker_id, recipient, version, error)
 
-    def _fail(self, recipient: _Recipient, version: int, error: Exception) -> None:
+    def _fail(self, recipient: _ShardRecipient, version: int, error: Exception) -> None:
         worker_id = recipient.worker_id
         if not isinstance(error, WorkerError):
             message = f"could not send version {version}: {error!r}"
@@ -322,7 +322,7 @@ class ShardedSender(SenderTransport):
             error.__cause__ = cause
         self._roster.failed(worker_id, recipient, version, error)
 
-    def _absence(self, recipient: _Recipient) -> WorkerError:
+    def _absence(self, recipient: _ShardRecipient) -> WorkerError:
         recipient.waited = True
         worker_id, rank = recipient.worker_id, self._holding.rank
         if recipient.refused:
@@ -380,7 +380,7 @@ class ShardedSender(SenderTransport):
                 worker_id = recipient.worker_id
                 _log.exception("worker %d could not be sent the newest version", worker_id)
 
-    def _send_copy(self, recipient: _Recipient) -> None:
+    def _send_copy(self, recipient: _ShardRecipient) -> None:
         """Send a worker its parts of the newest version, unless it was sent those."""
         self._take_request(recipient)
         copy, request = self._copy, recipient.request
