@@ -480,7 +480,7 @@ def _layers() -> str:
     parts += [
         _automatic("sync_plugin_std", name)
         for name in sync_plugin_std.__all__
-        if getattr(sync_plugin_std, name).__name__ not in {*layers, *_SEVERAL_MODELS}
+        if getattr(sync_plugin_std, name).__name__ not in {*layers, *_SEVERAL_MODELS, "History"}
     ]
     return _page(
         "Layers", "Given to `Sender` and `Collector` as ``layers=``, by name or as objects.", *parts
