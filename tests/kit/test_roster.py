@@ -25,7 +25,7 @@ MISTAKES = {
         "deliveries.keys() == self._workers.keys()",
     ),
     "a removed worker is waited for": (
-        "delivery.fail(WorkerError(worker_id, _CLOSED if self._closed else _REMOVED))",
+        "delivery.fail(WorkerError(worker_id, reason))",
         "pass",
     ),
     "a lost worker is waited for": ("if worker.lost is not None:", "if False:"),
@@ -132,11 +132,11 @@ MISTAKES = {
         "self._workers.get(worker_id)",
     ),
     "an unanswered delivery outlives the removal of its worker": (
-        "worker.delivery.fail(WorkerError(worker_id, _REMOVED))",
+        "worker.delivery.fail(WorkerError(worker_id, self.REMOVED))",
         "pass",
     ),
     "an unanswered delivery outlives the sender": (
-        "worker.delivery.fail(WorkerError(worker_id, _CLOSED))",
+        "worker.delivery.fail(WorkerError(worker_id, self.CLOSED))",
         "pass",
     ),
     "workers stay after the end": (

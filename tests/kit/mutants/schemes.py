@@ -239,7 +239,9 @@ class ReusesWhatAnInterruptedSendHasShown(Mutant):
                 deliveries = super().send(payload, worker_ids)
                 slots = self._publisher.slots
                 eventually(lambda: any(slot.readers for slot in slots), 0.2)
-                self._publisher.newest(0)
+                # Moments enough for one of those that are tried.
+                for _ in range(8):
+                    self._publisher.newest(0)
             except BaseException:
                 for slot in self._publisher.slots:
                     slot.readers.clear()

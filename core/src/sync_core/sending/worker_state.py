@@ -42,7 +42,7 @@ class WorkerState(StrEnum):
 UNWAITED = frozenset({WorkerState.QUARANTINED, WorkerState.RESTARTING})
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class WorkerStatus:
     """The state of one worker and its history.
 

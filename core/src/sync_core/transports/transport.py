@@ -62,7 +62,7 @@ _OUTCOMES: Mapping[ModelState, str] = {
 _LONGEST_FAILURE = 64
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class Answer:
     """A worker's answer about one version.
 
