@@ -1,4 +1,4 @@
-"""What changes in the trainer's modules and no update sends is reported once."""
+"""A change in the trainer's modules that no update sends is reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the base class of transports does with those that publish and offer."""
+"""The base class of transports, for transports that publish and offer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sync_testing import Loopback, LoopbackSender
 
 
 class Noting(LoopbackSender):
-    """Notes what it is asked for, and fails where it is told to."""
+    """Notes what it is asked for, and fails on request."""
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)

@@ -50,7 +50,7 @@ class TestOfThePage(SchemeConformance):
 
 @dataclass
 class _Place:
-    """What the old interface left to a transport: a table of its workers."""
+    """A table of workers, which the old interface left to a transport."""
 
     payload: Payload | None
     delivery: Delivery | None = None

@@ -123,7 +123,7 @@ class SendReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every worker that was addressed has committed the new version."""
+        """Return whether every addressed worker has committed the new version."""
         return {*map(_version_of, self.workers.values())} <= {self.version}
 
     @property

@@ -31,7 +31,7 @@ class Change(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """What has changed, and what to type."""
+        """A sentence about the change, with the code to type."""
         name, kind = self.path.rpartition(".")[2], type(self.module).__name__
         told = (
             f"{self.path} changed from {self.before!r:.80} to {self.after!r:.80} in the trainer, "
@@ -51,7 +51,7 @@ class Change(NamedTuple):
 
 
 class UnsentAttributes:
-    """What models hold beside parameters, buffers and extra state, as it is now.
+    """The state of models beside parameters, buffers and extra state, as it is now.
 
     Numbers, strings, arrays and plain tensors count, also in lists, tuples, dicts and small objects
     of the user's classes. Of an array or tensor, up to 256 values are compared; a GPU is not read.
@@ -76,7 +76,7 @@ class UnsentAttributes:
         self._known = {path: value for path, _, value in self._found()}
 
     def changes(self) -> list[Change]:
-        """Return what differs from what it was when this was made."""
+        """Return the attributes that have changed since this object was made."""
         return [
             Change(path, module, _shown(self._known[path]), _shown(value))
             for path, module, value in self._found()
@@ -104,7 +104,7 @@ def _comparable(
     for name, value in entries:
         here = path + form.format(name)
         if type(value) in _PLAIN:
-            # A number that is none is not equal to itself.
+            # NaN is not equal to itself.
             yield here, value if value == value else "nan"  # noqa: PLR0124
         elif isinstance(value, (np.ndarray, np.generic)):
             yield here, _sample(np.asarray(value))

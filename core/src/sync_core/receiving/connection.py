@@ -1,4 +1,4 @@
-"""What a receiver has of one connection to its sender, and how a connection ends."""
+"""The state of one connection of a receiver to its sender, and the end of a connection."""
 
 from __future__ import annotations
 

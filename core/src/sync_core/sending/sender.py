@@ -897,7 +897,7 @@ class Sender(Updater):
                 self._run_post_hooks()
         finally:
             self._repeats.count(report, self._source.found)
-            # A collector warns by itself.
+            # A collector has a warning for that.
             if self._unsent is not None and self.collector is None:
                 self._unsent.look(self._source.found, self.model_id)
             tell(report, tuple(self._reporters.values()))

@@ -1,4 +1,4 @@
-"""What schemes that send a version twice share: a worker's request, and the numbers of payloads."""
+"""The request of a worker for a version once more, and the numbers of payloads."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _PATIENCE = 1.0
 
 @dataclass(eq=False)
 class _ShardRecipient:
-    """What a worker wants of this rank, and what the inner transport has for it.
+    """A worker of this rank: its request, and the inner transport's delivery to it.
 
     Args:
         worker_id: its id.

@@ -69,7 +69,7 @@ class _Round:
         number: the number under which it travels.
         publication: the version; its content is a `_Packed`.
         outgoing: the deliveries to the workers of the send, without those that were removed.
-        reached: the workers that are told the decision: those of the send, and, where it went to
+        reached: the workers that get the decision: those of the send, and, where it went to
             all, those that were added since, and `_LATER`.
         required: those without which it is not committed.
         staged: those that have said that they have staged it.

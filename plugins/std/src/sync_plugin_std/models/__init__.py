@@ -1,4 +1,4 @@
-"""What is sent as one version: the models of several senders, and tensors made at each send.
+"""Sources of versions: several senders as one, tensors made at each send, and optimizers.
 
-`optimizers` has the weights to act with in the model while a version is read.
+`optimizers` puts the weights to act with into a model while a version is read.
 """
